@@ -1,0 +1,47 @@
+"""What a model costs: parameters and multiply-accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from eigendamage.passes import evaluating, layer_by_layer
+
+
+@dataclass(frozen=True)
+class Cost:
+    params: int
+    macs: int
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of parameters, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def forward_macs(run: Callable[[], object]) -> int:
+    """Multiply-accumulates of convolutions and matrix products in ``run()``."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        run()
+    return counter.get_total_flops() // 2
+
+
+def count(model: nn.Module, example_inputs: Any) -> Cost:
+    """Parameters and multiply-accumulates of one forward pass over ``example_inputs``.
+
+    A tuple of inputs is passed as arguments, a mapping as keywords. MACs are those of convolutions and matrix products.
+    """
+
+    def run() -> object:
+        if isinstance(example_inputs, Mapping):
+            return model(**example_inputs)
+        return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+
+    with torch.no_grad(), evaluating(model), layer_by_layer():
+        return Cost(parameters(model), forward_macs(run))

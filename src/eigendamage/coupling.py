@@ -1,0 +1,533 @@
+"""Which channels of a network stand and fall together, for channel pruning.
+
+One real forward pass is watched, operation by operation. Each layer numbers its output channels with fresh *units*, and the
+operations between layers carry them along: an addition joins units, a concatenation lines them up, a flattening repeats them.
+What is not understood fixes the units it meets, so a gap in this knowledge costs freedom and never correctness. Sizes that
+the model's own code has written in come out in a rehearsal, a pass that runs as if channels were gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eigendamage.layers import kind_of, reasons_to_stay
+from eigendamage.passes import restoring
+
+FIXED = -1
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+TIED = "its channels are tied to values that cannot be pruned"
+WRITTEN_IN = "the model's code has its channel count written in"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The unit of each input and output channel of one module; `FIXED` where the channel must stay."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Channels of equal unit stand and fall together. ``reasons`` says why output channels of a layer are fixed."""
+
+    sides: dict[str, Sides]
+    reasons: dict[str, str]
+
+
+def trace(model: nn.Module, run: Callable[[], object], fixed: Collection[str] = ()) -> Coupling:
+    """Watch ``run()``, which calls ``model``, in eval mode, on a batch and returns its output; it is called several times.
+
+    The output channels of the layers named in ``fixed`` stay. Model and random state are left as they were found.
+
+    Raises:
+        ValueError: if ``run`` returns no tensor.
+    """
+    modules = _known(model)
+    watch = _Watch(modules, fixed)
+    with _hooked(modules, watch.enter, watch.leave), torch.no_grad(), restoring(model), watch:
+        outputs = tensors_in(run())
+    if not outputs:
+        raise ValueError("run() must return the model's output, but there is no tensor in what it returned")
+    watch.finish(outputs)
+    return _rehearsed(model, run, watch.coupling())
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------------
+
+
+def _known(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules whose channels we can follow: they run the forward of their class, on tensors of their own, without hooks."""
+    stay = {name for name, reason in reasons_to_stay(model).items() if not reason.startswith("it is grouped")}
+    uses = Counter(id(tensor) for module in model.modules() for tensor in _tensors_of(module))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (kind_of(module) and name not in stay) or _is_per_channel(module)
+        if "forward" not in vars(module) and not module._modules
+        if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        if all(uses[id(tensor)] == 1 for tensor in _tensors_of(module))
+    }
+
+
+def _is_per_channel(module: nn.Module) -> bool:
+    return type(module) in (*BATCH_NORMS, *INSTANCE_NORMS) or (type(module) is nn.PReLU and module.num_parameters > 1)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+def _channel_dim(module: nn.Module, rank: int) -> int:
+    if kind_of(module) == "linear":
+        return rank - 1
+    if type(module) in INSTANCE_NORMS:
+        return rank - INSTANCE_NORMS.index(type(module)) - 2
+    return rank - len(module.kernel_size) - 1 if kind_of(module) else 1
+
+
+def _multiplier(module: nn.Module, inputs: int) -> int | None:
+    """Outputs per input of a module that keeps its channels apart; None if it mixes them."""
+    if not kind_of(module):
+        return 1
+    return module.out_channels // inputs if getattr(module, "groups", 1) == inputs > 1 else None
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+@contextmanager
+def _hooked(modules: Mapping[str, nn.Module], before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)`` around each forward."""
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            pre = module.register_forward_pre_hook(lambda *call, name=name: before(name, *call), with_kwargs=True)
+            stack.callback(pre.remove)
+            post = module.register_forward_hook(lambda *call, name=name: after(name, *call), with_kwargs=True)
+            stack.callback(post.remove)
+        yield
+
+
+def tensors_in(value: object, seen: set[int] | None = None) -> list[Tensor]:
+    """Every tensor in a nest of containers, dataclasses and plain objects."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        return [value]
+    if id(value) in seen or isinstance(value, nn.Module | ModuleType | type):
+        return []
+    seen.add(id(value))
+    parts = [*value.values()] if isinstance(value, Mapping) else []
+    parts += value if isinstance(value, list | tuple | set | frozenset | deque) else []
+    parts += [getattr(value, field.name) for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    parts += getattr(value, "__dict__", {}).values()
+    return [tensor for part in parts for tensor in tensors_in(part, seen)]
+
+
+# --- how an operation carries the channels of its first argument ------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """Which dimension of a tensor holds channels, and the unit of each of them."""
+
+    dim: int
+    units: Tensor
+
+
+VIEWS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze"}
+REDUCTIONS = {"mean", "sum", "prod", "amax", "amin", "max", "min", "var", "std", "linalg_vector_norm", "select", "unbind"}
+CUTS = {"slice", "split", "split_with_sizes"}
+SPATIAL = re.compile(
+    r"_?(?:(?:adaptive_)?(?:avg|max)_pool|upsample_[a-z_]+|(?:reflection|replication)_pad)(\d)d(?:_with_indices|_aa)?"
+)
+# Elementwise operations that torch does not tag as such.
+ELEMENTWISE = {"_prelu_kernel", "_to_copy", "alias", "copy", "copy_", "detach", "expand", "fill_", "hardswish", "hardswish_"}
+ELEMENTWISE |= {"lift_fresh", "masked_fill_", "native_dropout", "zero_"}
+
+
+def carried(operation: str, label: Label, before: Tensor, arguments: dict[str, Any], after: Tensor) -> Label | None:
+    """The label of a result; None where the channels are mixed, taken apart, or not understood."""
+    dim, units, rank = label.dim, label.units, before.dim()
+    if operation in VIEWS:
+        return _reshaped(label, before, after)
+    if operation in REDUCTIONS:
+        return _reduced(label, rank, arguments)
+    if operation in CUTS:
+        return label if after.shape[dim] == before.shape[dim] else None
+    if operation == "permute":
+        return Label([place % rank for place in arguments["dims"]].index(dim), units)
+    if operation in ("transpose", "t"):
+        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", -1) % rank
+        return Label({a: b, b: a}.get(dim, dim), units)
+    if operation == "index":
+        return _indexed(label, arguments["indices"])
+    if operation == "constant_pad_nd":
+        return label if dim < rank - len(arguments["pad"]) // 2 else None
+    spatial = SPATIAL.fullmatch(operation)
+    return label if spatial and dim < rank - int(spatial[1]) else None
+
+
+def _reshaped(label: Label, before: Tensor, after: Tensor) -> Label | None:
+    """Channels survive where the dimensions in front hold as much as before; dimensions merged from behind repeat them."""
+    size, front = len(label.units), math.prod(before.shape[: label.dim])
+    if size == 1 or before.numel() == 0 or before.numel() != after.numel():
+        return None
+    for dim, merged in enumerate(after.shape):
+        if math.prod(after.shape[:dim]) == front and merged % size == 0:
+            return Label(dim, label.units.repeat_interleave(merged // size))
+    return None
+
+
+def _reduced(label: Label, rank: int, arguments: dict[str, Any]) -> Label | None:
+    dims = arguments.get("dim")
+    gone = {dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims]) if dim is not None}
+    if not gone or label.dim in gone:
+        return None
+    return label if arguments.get("keepdim") else Label(label.dim - sum(dim < label.dim for dim in gone), label.units)
+
+
+def _indexed(label: Label, indices: list[Tensor | None]) -> Label | None:
+    """One tensor of positions along another dimension, which takes the place of that dimension."""
+    used = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if len(used) != 1 or label.dim in used:
+        return None
+    dim, index = used.popitem()
+    return (
+        None
+        if index.dtype in (torch.bool, torch.uint8)
+        else Label(label.dim + (dim < label.dim) * (index.dim() - 1), label.units)
+    )
+
+
+# --- one watched pass -------------------------------------------------------------------------------------------------------
+
+
+class _Watch(TorchDispatchMode):
+    """Labels the tensors of a pass, and collects which units are linked and which are fixed for what reason."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, modules: Mapping[str, nn.Module], fixed: Collection[str]) -> None:
+        super().__init__()
+        self.modules, self.fixed = modules, fixed
+        self.owners = {id(tensor): name for name, module in modules.items() for tensor in _tensors_of(module)}
+        self.exposed: set[str] = set()
+        # The tensor beside its label stays alive, and with it its id its own.
+        self.labels: dict[int, tuple[Tensor, Label]] = {}
+        self.sides: dict[str, tuple[Tensor, Tensor]] = {}
+        self.links: list[tuple[Tensor, Tensor]] = []
+        self.causes: list[tuple[Tensor, str]] = []
+        self.units = 0
+        self.inside = False
+
+    def label(self, tensor: Tensor) -> Label | None:
+        return self.labels[id(tensor)][1] if id(tensor) in self.labels else None
+
+    def fix(self, units: Tensor, reason: str) -> None:
+        self.causes.append((units[units != FIXED], reason))
+
+    def fix_all(self, tensors: list[Tensor], reason: str) -> None:
+        for tensor in tensors:
+            label = self.label(tensor)
+            if label:
+                self.fix(label.units, reason)
+
+    def link(self, a: Tensor, b: Tensor) -> None:
+        free = (a != FIXED) & (b != FIXED)
+        self.links.append((a[free], b[free]))
+        self.fix(torch.cat([a[~free], b[~free]]), TIED)
+
+    # A known module speaks for itself; the operations in it go unwatched.
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside = True
+
+    def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        self.inside = False
+        tensor = _input(args, kwargs)
+        dim = _channel_dim(module, tensor.dim())
+        label = self.label(tensor)
+        if label and label.dim == dim:
+            inputs = label.units
+        else:
+            self.fix_all([tensor], f"{type(module).__name__} reads them along another dimension")
+            inputs = torch.full((tensor.shape[dim],), FIXED)
+        if name in self.sides:
+            self.link(self.sides[name][0], inputs)
+        else:
+            self.sides[name] = inputs, self.produce(name, module, inputs, output.shape[dim])
+        self.labels[id(output)] = output, Label(dim, self.sides[name][1])
+
+    def produce(self, name: str, module: nn.Module, inputs: Tensor, size: int) -> Tensor:
+        """The units of a module's outputs when it is first called."""
+        multiplier = _multiplier(module, len(inputs))
+        if multiplier:
+            outputs = inputs.repeat_interleave(multiplier)
+        else:
+            outputs = torch.arange(self.units, self.units + size)
+            self.units += size
+            if getattr(module, "groups", 1) > 1:
+                self.fix(inputs, f"its channels are the input of {name}, which is grouped")
+                self.fix(outputs, f"it is grouped (groups={module.groups})")
+        if name in self.fixed:
+            self.fix(outputs, "skipped on request")
+        return outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.inside:
+            self.follow(func, args, kwargs or {}, result)
+        return result
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.exposed.update(self.owners[id(tensor)] for tensor in tensors if id(tensor) in self.owners)
+        if not any(id(tensor) in self.labels for tensor in tensors):
+            return
+        labels = self.carry(func, _arguments(func, args, kwargs), tensors, outputs)
+        if not outputs or None in labels:
+            self.fix_all(tensors, f"its channels pass through {_name(func)}")
+        for output, label in zip(outputs, labels, strict=True):
+            self.labels.pop(id(output), None)
+            if label:
+                self.labels[id(output)] = output, label
+
+    def carry(self, func: Any, arguments: dict[str, Any], tensors: list[Tensor], outputs: list[Tensor]) -> list[Label | None]:
+        name, first = _name(func), self.label(tensors[0])
+        if name == "cat":
+            return [self.concatenate(arguments["tensors"], arguments["dim"], outputs[0])]
+        if name in ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
+            return [self.meet(tensors, output, name) for output in outputs]
+        if first and not any(self.label(tensor) for tensor in tensors[1:]):
+            return [carried(name, first, tensors[0], arguments, output) for output in outputs]
+        return [None] * len(outputs)
+
+    def meet(self, tensors: list[Tensor], output: Tensor, name: str) -> Label | None:
+        """Tensors broadcast against each other: channels that meet at one position of the output are one."""
+        labels = [(tensor, self.label(tensor), output.dim() - tensor.dim()) for tensor in tensors]
+        whole = [(label.dim + shift, label.units) for _, label, shift in labels if label and _spans(label, output, shift)]
+        if len({place for place, _ in whole}) != 1:
+            return None
+        place, units = whole[0]
+        for tensor, label, shift in labels:
+            if label and _spans(label, output, shift):
+                self.link(units, label.units)
+                continue
+            self.fix_all([tensor], f"{name} spreads its channels over others")
+            if shift <= place and tensor.shape[place - shift] == output.shape[place]:
+                self.fix(units, f"{name} joins its channels with values that cannot be pruned")
+        return Label(place, units)
+
+    def concatenate(self, tensors: list[Tensor], dim: int, output: Tensor) -> Label | None:
+        dim, parts = dim % output.dim(), [tensor for tensor in tensors if tensor.dim() == output.dim()]
+        labels = [self.label(tensor) for tensor in parts]
+        if not any(label and label.dim == dim for label in labels):
+            return self.meet(parts, output, "cat")
+        units = []
+        for tensor, label in zip(parts, labels, strict=True):
+            if label and label.dim == dim:
+                units.append(label.units)
+            else:
+                self.fix_all([tensor], "its channels are concatenated along another dimension")
+                units.append(torch.full((tensor.shape[dim],), FIXED))
+        return Label(dim, torch.cat(units))
+
+    def finish(self, outputs: list[Tensor]) -> None:
+        self.fix_all(outputs, "its channels are the model's output")
+        for name in sorted(self.exposed & self.sides.keys()):
+            self.fix(torch.cat(self.sides[name]), f"the model uses tensors of {name} outside of it")
+
+    def coupling(self) -> Coupling:
+        roots = _components(self.units, self.links)
+        cause = torch.full((self.units,), -1)
+        for position, (units, _) in reversed(list(enumerate(self.causes))):  # so that the first cause stands
+            cause[roots[units]] = position
+        # One entry more than there are units, so that FIXED, as a position, finds itself.
+        settled = torch.cat([roots.masked_fill(cause[roots] >= 0, FIXED), torch.tensor([FIXED])])
+        sides = {name: Sides(*(tuple(settled[units].tolist()) for units in pair)) for name, pair in self.sides.items()}
+        reasons = {}
+        for name, (_, outputs) in self.sides.items():
+            if kind_of(self.modules[name]) and FIXED in sides[name].outputs:
+                first = outputs[settled[outputs] == FIXED][0]
+                reasons[name] = TIED if first == FIXED else self.causes[int(cause[roots[first]])][1]
+        return Coupling(_numbered(sides), reasons)
+
+
+def _spans(label: Label, output: Tensor, shift: int) -> bool:
+    """Whether the channels fill their dimension of the output, rather than being broadcast over it."""
+    return len(label.units) == output.shape[label.dim + shift]
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::") if hasattr(func, "_schema") else str(func)
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name, defaults included."""
+    if not hasattr(func, "_schema"):
+        return {}
+    schema = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**defaults, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
+
+
+def _components(units: int, links: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The smallest unit that each unit is linked to, directly or through others."""
+    roots = torch.arange(units)
+    if not links:
+        return roots
+    a, b = (torch.cat(ends) for ends in zip(*links, strict=True))
+    while not torch.equal(roots[a], roots[b]):
+        high, low = torch.maximum(roots[a], roots[b]), torch.minimum(roots[a], roots[b])
+        roots = roots.scatter_reduce(0, high, low, "amin")
+        while not torch.equal(roots, roots[roots]):
+            roots = roots[roots]
+    return roots
+
+
+def _numbered(sides: dict[str, Sides], fixed: Collection[int] = ()) -> dict[str, Sides]:
+    """Units numbered in the order in which they first appear, without those that are fixed."""
+    numbers = {FIXED: FIXED, **dict.fromkeys(fixed, FIXED)}
+    offset = len(numbers)
+
+    def renumber(units: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(unit, len(numbers) - offset) for unit in units)
+
+    return {name: Sides(renumber(side.inputs), renumber(side.outputs)) for name, side in sides.items()}
+
+
+# --- the rehearsal ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sliced(model: nn.Module, coupling: Coupling, units: Collection[int]) -> Iterator[None]:
+    """Forward passes run as if these units were gone: no layer hands on their channels, and none expects them."""
+    kept = _positions(coupling, units, kept=True)
+
+    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        tensor = _input(args, kwargs)
+        dim = _channel_dim(module, tensor.dim())
+        full = tensor.new_zeros(*tensor.shape[:dim], len(coupling.sides[name].inputs), *tensor.shape[dim + 1 :])
+        return _replaced(args, kwargs, tensor, full.index_copy(dim, kept[name][0].to(tensor.device), tensor))
+
+    def after(name: str, module: nn.Module, args: object, kwargs: object, output: Tensor) -> Tensor:
+        return output.index_select(_channel_dim(module, output.dim()), kept[name][1].to(output.device))
+
+    with _hooked({name: model.get_submodule(name) for name in kept}, before, after):
+        yield
+
+
+@contextmanager
+def masked(model: nn.Module, coupling: Coupling, units: Collection[int]) -> Iterator[None]:
+    """Forward passes run at full size, but no layer listens to the channels of these units."""
+    gone = _positions(coupling, units, kept=False)
+
+    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        tensor = _input(args, kwargs)
+        silenced = tensor.index_fill(_channel_dim(module, tensor.dim()), gone[name][0].to(tensor.device), 0)
+        return _replaced(args, kwargs, tensor, silenced)
+
+    with _hooked({name: model.get_submodule(name) for name in gone}, before, lambda *call: None):
+        yield
+
+
+def _positions(coupling: Coupling, units: Collection[int], kept: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """The positions that are kept, or those that are not, on both sides of each module that loses any."""
+
+    def of(side: tuple[int, ...]) -> Tensor:
+        return torch.tensor([i for i, unit in enumerate(side) if (unit in gone) != kept], dtype=torch.long)
+
+    gone = frozenset(units)
+    sides = coupling.sides.items()
+    return {name: (of(s.inputs), of(s.outputs)) for name, s in sides if not gone.isdisjoint((*s.inputs, *s.outputs))}
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> object:
+    args = tuple(new if value is old else value for value in args)
+    return args, {key: new if value is old else value for key, value in kwargs.items()}
+
+
+def _rehearsed(model: nn.Module, run: Callable[[], object], coupling: Coupling) -> Coupling:
+    """The coupling, with those units fixed that the model's code cannot do without."""
+    groups = _groups(coupling)
+    sole = _indispensable(coupling)
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad(), restoring(model):
+            return tensors_in(run())
+
+    def holds(chosen: list[list[int]]) -> bool:
+        units = [unit for group in chosen for unit in [unit for unit in group if unit not in sole][::2]]
+        with masked(model, coupling, units):
+            expected = outputs()
+        try:
+            with sliced(model, coupling, units):
+                return alike(outputs(), expected)
+        except Exception:  # a model may raise anything when a size is not the one it counts on
+            return False
+
+    def standing(chosen: list[list[int]], accepted: list[list[int]]) -> list[list[int]]:
+        """Groups that can shrink together, found by halving; one group at a time only where something fails."""
+        if not chosen or holds(accepted + chosen):
+            return accepted + chosen
+        half = len(chosen) // 2
+        return standing(chosen[half:], standing(chosen[:half], accepted)) if half else accepted
+
+    failing = set(chain(*groups)).difference(*standing(groups, []))
+    layers = [name for name in coupling.sides if kind_of(model.get_submodule(name))]
+    reasons = {name: WRITTEN_IN for name in layers if not failing.isdisjoint(coupling.sides[name].outputs)}
+    return Coupling(_numbered(coupling.sides, failing), reasons | coupling.reasons)
+
+
+def _free(coupling: Coupling) -> list[list[int]]:
+    """The free units of each side of each module, in order and once each."""
+    sides = {units for side in coupling.sides.values() for units in (side.inputs, side.outputs)}
+    return [[unit for unit in dict.fromkeys(units) if unit != FIXED] for units in sides]
+
+
+def _groups(coupling: Coupling) -> list[list[int]]:
+    """Units that share a side of a module, directly or through others."""
+    sides = [torch.tensor(units) for units in _free(coupling) if units]
+    roots = _components(1 + max((int(units.max()) for units in sides), default=-1), [(u[:-1], u[1:]) for u in sides])
+    groups: dict[int, list[int]] = {}
+    for unit, root in enumerate(roots.tolist()):
+        groups.setdefault(root, []).append(unit)
+    return list(groups.values())
+
+
+def _indispensable(coupling: Coupling) -> set[int]:
+    """One unit of each side that has no fixed channel, so that no side is ever left empty."""
+    sides = [units for side in coupling.sides.values() for units in (side.inputs, side.outputs)]
+    return {units[0] for units in sides if FIXED not in units}
+
+
+def alike(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(_equal, actual, expected))
+
+
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    """Equal up to rounding, in proportion to the largest value that is not there to mask others."""
+    if actual.shape != expected.shape or not expected.is_floating_point():
+        return torch.equal(actual, expected)
+    kind = torch.finfo(expected.dtype)
+    usual = expected.abs()[expected.abs() < kind.max**0.5]
+    scale = float(usual.max()) if usual.numel() else 0.0
+    return torch.allclose(actual, expected, rtol=kind.eps**0.5, atol=kind.eps**0.5 * scale, equal_nan=True)

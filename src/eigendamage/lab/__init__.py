@@ -1,0 +1,1 @@
+"""The paper's laboratory: its networks, data sets and experiments."""

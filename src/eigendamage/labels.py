@@ -1,0 +1,111 @@
+"""From a model's outputs to the summed loss whose gradients make the Fisher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100  # torch's own mark for a target that does not count
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Uniforms:
+    """A stream of uniform numbers that does not depend on how many are asked for at a time."""
+
+    BLOCK = 4096
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.left = torch.empty(0, dtype=torch.float64)
+
+    def take(self, count: int) -> Tensor:
+        while len(self.left) < count:
+            block = torch.rand(self.BLOCK, dtype=torch.float64, generator=self.generator)
+            self.left = torch.cat([self.left, block])
+        taken, self.left = self.left[:count], self.left[count:]
+        return taken
+
+
+def summed_loss(outputs: Tensor, targets: object, labels: str, task: str, loss: Loss | None, uniforms: Uniforms) -> Tensor:
+    """The loss summed over the batch: of sampled labels for the Fisher, of the given ones for the empirical Fisher."""
+    if loss is not None:
+        return _own_loss(loss, outputs, targets)
+    if task == "regression":
+        return _gaussian(outputs, targets, labels, uniforms)
+    return _categorical(outputs, targets, labels, uniforms)
+
+
+def _own_loss(loss: Loss, outputs: Tensor, targets: object) -> Tensor:
+    values = loss(outputs, targets)  # type: ignore[arg-type]
+    if not isinstance(values, Tensor):
+        raise TypeError(f"loss: must return a tensor, one value per example or their mean; got {type(values).__name__}")
+    return values * len(outputs) if values.dim() == 0 else values.sum()
+
+
+def _gaussian(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms) -> Tensor:
+    if labels == "sampled":
+        noise = math.sqrt(2) * torch.erfinv(2 * uniforms.take(outputs.numel()) - 1)
+        wanted = outputs.detach() + noise.to(outputs).reshape(outputs.shape)
+    else:
+        wanted = _tensor(targets)
+        if wanted.shape != outputs.shape:
+            raise ValueError(f"targets: have shape {tuple(wanted.shape)}, the model's outputs {tuple(outputs.shape)}")
+    return _precise(outputs - wanted).square().sum() / 2
+
+
+def _categorical(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms) -> Tensor:
+    if outputs.dim() < 2 or min(outputs.shape) == 0:
+        raise ValueError(f"classification needs logits [examples, classes]; the model's outputs have shape {tuple(outputs.shape)}")
+    given = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
+    axis = _class_axis(outputs, given)
+    logits = _precise(outputs.movedim(axis, -1).flatten(0, -2))
+    if given is not None and given.numel() == len(logits):
+        given = _checked(given.flatten(), logits.shape[1])
+    elif labels == "given":
+        shown = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise ValueError(f"targets: must be integer classes for outputs of shape {tuple(outputs.shape)}; got {shown}")
+    else:
+        given = None
+    if labels == "sampled":
+        sampled = _sample(logits.detach(), uniforms.take(len(logits)))
+        given = sampled if given is None else torch.where(given == IGNORED, given, sampled)
+    assert given is not None
+    return F.cross_entropy(logits, given, reduction="sum", ignore_index=IGNORED)
+
+
+def _precise(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _class_axis(outputs: Tensor, given: Tensor | None) -> int:
+    """Where the classes are: as the targets show, else last for [N, length, classes] and second for images."""
+    if given is not None and given.shape == outputs.shape[:-1]:
+        return -1
+    if given is not None and given.shape == outputs.shape[:1] + outputs.shape[2:]:
+        return 1
+    return -1 if outputs.dim() <= 3 else 1
+
+
+def _checked(given: Tensor, classes: int) -> Tensor:
+    counted = given[given != IGNORED]
+    if len(counted) and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
+        wrong = int(counted.max()) if int(counted.max()) >= classes else int(counted.min())
+        raise ValueError(f"targets: label {wrong} is out of range; the model has {classes} classes, 0 to {classes - 1}")
+    return given.long()
+
+
+def _sample(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """One class per row, by inverting the cumulative distribution."""
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    threshold = uniforms.to(logits.device)[:, None] * cumulative[:, -1:]
+    return (cumulative <= threshold).sum(-1).clamp(max=logits.shape[1] - 1)
+
+
+def _tensor(targets: object) -> Tensor:
+    if not isinstance(targets, Tensor):
+        raise TypeError(f'targets: labels="given" needs a tensor; got {type(targets).__name__}')
+    return targets

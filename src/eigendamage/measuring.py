@@ -1,0 +1,449 @@
+"""One pass over the data: the only place with hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from eigendamage import coupling
+from eigendamage.cost import forward_macs
+from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
+from eigendamage.curvature import Curvature, LayerCurvature
+from eigendamage.labels import Loss, Uniforms, summed_loss
+from eigendamage.layers import Skip, axes_of, candidates, patches, prepare, reasons_to_stay, require_values, rows, shape_of, weight_of
+from eigendamage.methods import needs_of
+from eigendamage.passes import evaluating, layer_by_layer
+from eigendamage.progress import track
+from eigendamage.standins import irreplaceable
+
+T = TypeVar("T")
+
+# What budgets and the K-FAC methods need.
+DEFAULT_METHODS = ("kron-obd", "kron-obs", "c-obs", "eigendamage")
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    methods: Iterable[str] = DEFAULT_METHODS,
+    labels: str = "sampled",
+    task: str = "classification",
+    loss: Loss | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    skip: Skip = (),
+    examples: int | None = None,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Curvature:
+    """Collect the curvature of every layer in one pass over ``batches``, and leave the model as it was.
+
+    Args:
+        model: any module. It runs in eval mode; its weights, gradients, hooks, modes and the random state stay as they are.
+        batches: an iterable of ``(inputs, targets)``, or of anything that ``forward`` understands.
+        methods: collect only what these need; see ``METHODS``.
+        labels: ``"sampled"`` from the model's own prediction (the Fisher), or ``"given"`` (the empirical Fisher).
+        task: ``"classification"`` (outputs are logits) or ``"regression"`` (a Gaussian of unit variance).
+        loss: a loss of your own, ``loss(outputs, targets)``: one value per example, or their mean. Uses the given targets.
+        forward: ``forward(model, batch)`` returns the outputs, where calling the model with the inputs is not right.
+        skip: layers to leave alone: names (of layers or of modules around them), or a predicate of name and module.
+        examples: stop after this many.
+        autocast: run the model under ``torch.autocast`` with this dtype.
+        seed: of the sampled labels.
+        progress: show a bar on a terminal.
+
+    Raises:
+        ValueError: for an empty loader, values that are not finite, labels out of range, or arguments that don't fit.
+    """
+    _check_arguments(labels, task, loss, examples)
+    require_values(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model: is compiled by TorchScript, which hides its layers; compress the model first, then script it")
+    needs = needs_of(methods)
+    reasons = reasons_to_stay(model, skip)
+    if not candidates(model).keys() - reasons.keys():
+        raise ValueError(f"the model has no layer that can be compressed: {_listed(reasons) or 'no convolution or linear layer'}")
+    run = partial(_outputs, forward=forward, autocast=autocast, device=next(model.parameters()).device)
+    data = _detached(batches, examples)
+    with _as_found(model):
+        first = next(data, None)
+        if first is None:
+            raise ValueError("batches: the loader is empty")
+        whole = irreplaceable(model, lambda: run(model, first), candidates(model).keys() - reasons.keys())
+        with layer_by_layer():
+            coupled = coupling.trace(model, lambda: run(model, first), fixed=_skipped(reasons)) if "coupling" in needs else None
+            with torch.no_grad():
+                macs = forward_macs(lambda: run(model, first)) // max(1, _batch_size(first))
+        with layer_by_layer(), _Observers(model, needs, reasons) as observers:
+            uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
+            total = len(batches) if hasattr(batches, "__len__") and examples is None else None
+            for batch in track(itertools.chain([first], data), "measuring", progress, total):
+                with torch.enable_grad():
+                    outputs = run(model, batch)
+                    observers.check_finite(outputs, partial(run, model, batch))
+                    summed = summed_loss(outputs, _targets(batch), labels, task, loss, uniforms)
+                observers.backward(summed, len(outputs))
+        return observers.curvature(coupled, needs, macs, whole)
+
+
+def _check_arguments(labels: str, task: str, loss: Loss | None, examples: int | None) -> None:
+    for name, value, allowed in (("labels", labels, ("sampled", "given")), ("task", task, ("classification", "regression"))):
+        if value not in allowed:
+            raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    if examples is not None and examples < 1:
+        raise ValueError(f"examples: must be at least 1; got {examples}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss: must be a function of outputs and targets; got {type(loss).__name__}")
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(reasons.items(), 4))
+
+
+def _skipped(reasons: Mapping[str, str]) -> list[str]:
+    return [name for name, reason in reasons.items() if reason == "skipped on request"]
+
+
+# --- running the model ------------------------------------------------------------------------------------------------------
+
+
+def _outputs(
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[nn.Module, Any], Tensor] | None,
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    with context:
+        outputs = forward(model, batch) if forward else model(_inputs(batch, device))
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model returned {type(outputs).__name__}, not a tensor; "
+            "pass forward=lambda model, batch: ... that returns the logits"
+        )
+    return outputs
+
+
+def _inputs(batch: Any, device: torch.device) -> Any:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(
+            f"batches: each must be a pair (inputs, targets); got {type(batch).__name__}. "
+            "For anything else pass forward=lambda model, batch: logits"
+        )
+    inputs = batch[0]
+    if isinstance(inputs, Tensor) and inputs.device != device:
+        raise ValueError(f"batches: the inputs are on {inputs.device}, the model is on {device}; move one to the other")
+    return inputs
+
+
+def _targets(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
+def _detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
+    """The batches without autograd history, the last one cut so that no more than ``examples`` pass."""
+    left = examples
+    for batch in batches:
+        size = _batch_size(batch)
+        yield _map(batch, lambda t, size=size, left=left: t[:left] if left is not None and len(t) == size else t)
+        if left is not None:
+            left -= size
+            if left <= 0:
+                return
+
+
+def _batch_size(batch: Any) -> int:
+    """Length of the first tensor with a batch dimension."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((size for part in parts if (size := _batch_size(part))), 0)
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch.detach()) if batch.dim() else batch.detach()
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change) for key, value in batch.items()}
+    if type(batch) in (tuple, list):
+        return type(batch)(_map(value, change) for value in batch)
+    return batch
+
+
+@contextlib.contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Eval mode and frozen weights inside; modes, flags, buffers and the random state as before afterwards, whatever happens."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    with evaluating(model):
+        try:
+            for parameter, _ in flags:
+                parameter.requires_grad_(False)  # S needs no weight gradients: half the backward pass
+            yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+
+# --- watching the layers ----------------------------------------------------------------------------------------------------
+
+
+class _Observer:
+    """Running sums for one layer."""
+
+    def __init__(self, name: str, module: nn.Module, needs: frozenset[str]) -> None:
+        self.name, self.module = name, module
+        self.weight = weight_of(module)
+        self.shape = shape_of(module)
+        self.inputs: ChannelSum | PatchSum | None = None
+        if "patches" in needs and self.shape.taps > 1:
+            self.inputs = PatchSum(module)
+        elif needs & {"inputs", "patches"}:
+            self.inputs = ChannelSum(module)
+        self.gradients = self._zeros(self.shape.outputs, self.shape.outputs) if "gradients" in needs else None
+        self.fisher = self._zeros(*self.weight.shape) if "fisher" in needs else None
+        self.pending: list[list[Tensor | None]] = []  # inputs and output gradient of each call of this batch, for the Fisher
+        self.mixed = False  # whether examples cannot be told apart in the inputs
+        self.scale: Tensor | None = None
+        self.positions = torch.zeros(2 + len(self.shape.kernel), dtype=torch.float64)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return self.weight.new_zeros(*shape, dtype=accumulation_dtype(self.weight))
+
+    def see_inputs(self, inputs: Tensor, outputs: Tensor) -> None:
+        prepared_positions = inputs.numel() // self.shape.inputs
+        self.positions[:2] += torch.tensor([prepared_positions, outputs.numel() // self.shape.outputs])
+        self.positions[2:] += torch.tensor(self._axis_positions(inputs), dtype=torch.float64)
+        if self.inputs is not None:
+            self.inputs.add(inputs)
+
+    def _axis_positions(self, inputs: Tensor) -> list[int]:
+        """Where the kernels run if the layer's axes are walked one after the other."""
+        n = len(self.shape.kernel)
+        sizes = list(inputs.shape[inputs.dim() - n :])
+        examples = inputs.numel() // self.shape.inputs
+        for size in sizes:
+            examples //= size
+        padded = prepare(self.module, inputs[:1] if inputs.dim() == n + 2 else inputs).shape[2:]
+        counts = []
+        for axis, walk in enumerate(axes_of(self.module)):
+            before = examples * torch.Size(sizes).numel()
+            sizes[axis] = walk.outputs(padded[axis])
+            counts.append(before if self.shape.kind == "transposed" else examples * torch.Size(sizes).numel())
+        return counts
+
+    def see_gradient(self, gradient: Tensor) -> None:
+        if self.gradients is not None:
+            matrix = rows(gradient, self.module).to(self.gradients.dtype)
+            self.gradients.addmm_(matrix.T, matrix)
+
+    def see_call(self, examples: int) -> None:
+        """Once every call of this batch has its gradient, add up the squared gradients of each example (C-OBD)."""
+        if self.fisher is None or any(gradient is None for _, gradient in self.pending):
+            return
+        if any(self._batch(x) % examples for x, _ in self.pending):
+            self.mixed, self.pending = True, []
+            return
+        calls = [(prepare(self.module, x.to(self.fisher.dtype)), g.to(self.fisher.dtype)) for x, g in self.pending if g is not None]
+        self.pending = []
+        per_example = max(1, self.fisher.numel() + sum(x.numel() * self.shape.taps // max(len(x), 1) for x, _ in calls))
+        step = max(1, CHUNK // per_example)
+        for start in range(0, examples, step):
+            count = min(step, examples - start)
+            total = self.fisher.new_zeros(count, *self.fisher.flatten(1).shape)
+            for x, g in calls:
+                total += self._weight_gradients(x, g, start, count, examples)
+            self.fisher += total.square().sum(0).view_as(self.fisher)
+
+    def _batch(self, inputs: Tensor) -> int:
+        return len(inputs) if inputs.dim() > len(self.shape.kernel) + 1 else 1
+
+    def _weight_gradients(self, prepared: Tensor, gradient: Tensor, start: int, count: int, examples: int) -> Tensor:
+        """Gradient of the weight for each of ``count`` examples."""
+        folded = len(prepared) // examples  # windows or tokens folded into the batch dimension, example by example
+        part = slice(start * folded, (start + count) * folded)
+        seen = patches(self.module, prepared[part]).reshape(count, -1, self.shape.inputs * self.shape.taps)
+        pushed = rows(gradient, self.module).reshape(examples, -1, self.shape.outputs)[start : start + count]
+        return pushed.transpose(1, 2) @ seen
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that is summed over processes."""
+        tensors = {"positions": self.positions}
+        if self.inputs is not None:
+            tensors["patches" if isinstance(self.inputs, PatchSum) else "inputs"] = self.inputs.total()
+        if self.gradients is not None:
+            tensors["gradients"] = self.gradients
+        if self.fisher is not None:
+            tensors["fisher"] = self.fisher
+        return tensors
+
+
+class _Observers:
+    """Hooks on every layer for the time of a ``with`` block."""
+
+    def __init__(self, model: nn.Module, needs: frozenset[str], reasons: dict[str, str]) -> None:
+        self.model, self.needs, self.reasons = model, needs, dict(reasons)
+        self.by_name = {
+            name: _Observer(name, module, frozenset() if name in reasons else needs) for name, module in candidates(model).items()
+        }
+        self.order: dict[str, None] = {}  # names in the order of their first call
+        self.examples = 0
+        self.anchor = torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+        self.latest: dict[int, tuple[_Observer, Tensor]] = {}
+        self.replaying = False
+
+    def __enter__(self) -> _Observers:
+        self.handles = [
+            observer.module.register_forward_hook(partial(self._saw, observer), with_kwargs=True) for observer in self.by_name.values()
+        ]
+        if "scale" in self.needs:
+            norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
+            self.handles += [norm.register_forward_pre_hook(self._saw_norm) for norm in norms]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _saw(self, observer: _Observer, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor | None:
+        self.order.setdefault(observer.name)
+        values = [*args, *kwargs.values()]
+        inputs = next((value.detach() for value in values if isinstance(value, Tensor)), None)
+        if len(values) != 1 or inputs is None or not isinstance(output, Tensor):
+            self.reasons.setdefault(observer.name, "it is called with more than its input")
+        if inputs is not None and inputs.numel() and isinstance(output, Tensor) and not self.replaying:
+            observer.see_inputs(inputs, output.detach())
+        if observer.name in self.reasons:
+            return None
+        assert inputs is not None
+        replaced = None
+        if not output.requires_grad and torch.is_grad_enabled():
+            replaced = output = output + self.anchor  # the graph starts here, although all weights are frozen
+        if output.requires_grad:
+            if observer.fisher is not None:
+                observer.pending.append([inputs.clone(), None])  # the model may go on to change its inputs in place
+            output.register_hook(partial(self._saw_gradient, observer, len(observer.pending) - 1))
+        if "scale" in self.needs:
+            self.latest[id(output)] = (observer, output)
+        return replaced
+
+    def _saw_gradient(self, observer: _Observer, call: int, gradient: Tensor) -> None:
+        observer.see_gradient(gradient)
+        if observer.fisher is not None:
+            observer.pending[call][1] = gradient
+            observer.see_call(self.batch)
+
+    def _saw_norm(self, norm: nn.Module, args: tuple) -> None:
+        if len(args) == 1 and id(args[0]) in self.latest:
+            scale = norm.weight
+            assert isinstance(scale, Tensor)
+            self.latest[id(args[0])][0].scale = scale.detach().abs()
+
+    def check_finite(self, outputs: Tensor, again: Callable[[], object]) -> None:
+        if outputs.dim() == 0 or len(outputs) == 0:
+            raise ValueError(f"the model's outputs have shape {tuple(outputs.shape)}; the first dimension must be the examples")
+        if not bool(outputs.isfinite().all()):
+            raise ValueError(f"the model's outputs are not finite; {self._first_culprit(again)}")
+
+    def _first_culprit(self, again: Callable[[], object]) -> str:
+        """Run the batch once more, now with an eye on every layer's inputs."""
+        found = []
+
+        def look(name: str, module: nn.Module, args: tuple) -> None:
+            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in args):
+                found.append(name)
+
+        self.handles += [observer.module.register_forward_pre_hook(partial(look, name)) for name, observer in self.by_name.items()]
+        again()
+        return f"the first layer with inputs that are not finite is {found[0]}" if found else "the inputs of every layer are finite"
+
+    def backward(self, loss: Tensor, examples: int) -> None:
+        self.batch = examples
+        self.examples += examples
+        if loss.requires_grad:
+            self.replaying = True  # torch.utils.checkpoint calls layers a second time on the way back
+            loss.backward()
+            self.replaying, self.anchor.grad = False, None
+        for name, observer in self.by_name.items():
+            if observer.fisher is not None and observer.pending:
+                observer.pending = [call for call in observer.pending if call[1] is not None]
+                observer.see_call(examples)  # calls whose output the loss does not depend on count for nothing
+            observer.pending = []
+            if observer.mixed:
+                self.reasons.setdefault(name, "examples are not the first dimension of its inputs")
+        self.latest.clear()
+
+    def curvature(self, coupled: coupling.Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
+        scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
+        seen, *elsewhere = _from_processes((self.order, self.reasons, scales, coupled, macs, whole))
+        self.order, self.reasons, scales, coupled, macs, whole = seen
+        for order, reasons, more, *_ in elsewhere:  # what one process saw, all of them know
+            self.order, self.reasons, scales = self.order | order, reasons | self.reasons, more | scales
+        for name, scale in scales.items():
+            self.by_name[name].scale = scale.to(self.anchor.device)
+        names = [*self.order, *(name for name in self.by_name if name not in self.order)]
+        examples = _sum_over_processes(torch.tensor(float(self.examples), dtype=torch.float64), self.anchor.device)
+        layers = {}
+        for name in self.by_name:  # the same order in every process
+            observer = self.by_name[name]
+            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state().items()}
+            layers[name] = self._finish(observer, sums, float(examples), whole)
+        return Curvature({n: layers[n] for n in names}, self.reasons, coupled, int(examples), macs, needs - {"coupling"}, whole)
+
+    def _finish(self, observer: _Observer, sums: dict[str, Tensor], examples: float, whole: dict[str, str]) -> LayerCurvature:
+        positions = sums.pop("positions")
+        for key, value in sums.items():
+            if not bool(value.isfinite().all()):
+                raise ValueError(f"{observer.name}: its {key} are not finite; look for NaN or overflow in the data or the model")
+        seen = float(positions[1])
+        per_example = [round(float(p) / examples) for p in positions]
+        shape = replace(
+            observer.shape,
+            input_positions=per_example[0],
+            output_positions=per_example[1],
+            axis_positions=tuple(per_example[2:]),
+        )
+        if observer.name not in self.reasons:
+            if not seen:
+                self.reasons[observer.name] = whole.get(observer.name, "the batches do not reach it")
+            elif any(key in sums and not bool(sums[key].any()) for key in ("gradients", "fisher")):
+                self.reasons[observer.name] = "the loss does not depend on it"
+        if observer.name in self.reasons:
+            return LayerCurvature(shape)
+        scaled = {key: value / (seen if key in ("inputs", "patches") else examples) for key, value in sums.items()}
+        return LayerCurvature(shape, scale=observer.scale, **scaled)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _from_processes(value: T) -> list[T]:
+    """This value of every process."""
+    if not _distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _sum_over_processes(tensor: Tensor, device: torch.device) -> Tensor:
+    if not _distributed():
+        return tensor
+    shared = tensor.to(device).contiguous()
+    dist.all_reduce(shared)
+    return shared
+
+

@@ -1,0 +1,283 @@
+"""From curvature to a plan: the paper's methods under one global ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eigendamage import structures
+from eigendamage.coupling import FIXED, Coupling
+from eigendamage.curvature import Curvature
+from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
+from eigendamage.methods import Method, channel_scores, method_named
+from eigendamage.methods.cp import full_rank, rank_for
+from eigendamage.methods.eigendamage import eigenbasis, strongest
+from eigendamage.plans import Choice, Kept, Plan
+from eigendamage.selection import keep_by_percentile, keep_units
+
+LARGER = "it would hold more parameters than the dense layer"
+ALL_STAYS = "the method keeps all of it"
+LAST = "it is the last linear layer"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that the paper leaves unsaid, as the authors' program has them (see `plan`)."""
+
+    cap: float
+    basis: str
+    norm: str
+    normalize: bool
+    allow_larger: bool
+    last_linear: str
+    skipped: frozenset[str]
+
+
+def plan_at_ratio(model: nn.Module, curvature: Curvature, method: str, ratio: float, rules: Rules) -> Plan:
+    """The paper's method at a global pruning ratio."""
+    row = method_named(method)
+    if row.removes == "rank":
+        return plan_ranks(model, curvature, 1 - ratio, rules)
+    needs = ("patches", "gradients") if row.removes == "directions" and rules.basis == "patch" else row.needs
+    curvature.require(needs, f"method {method!r}" + (' with basis="patch"' if needs != row.needs else ""))
+    if row.removes == "channels":
+        return _plan_channels(model, curvature, method, ratio, rules, _dense(curvature.reasons, curvature, rules))
+    return _plan_directions(model, curvature, method, ratio, rules, _dense(curvature.reasons | curvature.whole, curvature, rules))
+
+
+def _dense(reasons: Mapping[str, str], curvature: Curvature, rules: Rules) -> dict[str, Choice]:
+    reasons = {**dict.fromkeys(rules.skipped, "skipped on request"), **reasons}
+    return {name: Choice(layer.shape, reason=reasons.get(name, "")) for name, layer in curvature.layers.items()}
+
+
+# --- directions of the eigenbasis: EigenDamage ------------------------------------------------------------------------------
+
+
+def _plan_directions(
+    model: nn.Module, curvature: Curvature, method: str, ratio: float, rules: Rules, layers: dict[str, Choice]
+) -> Plan:
+    cores = {name: structures.parts_of_bottleneck(model, name) for name in curvature.layers}
+    rotations = {name.removesuffix("core") + stage for name, parts in cores.items() if parts for stage in structures.ROTATIONS}
+    modules = candidates(model)
+    bases = {
+        name: eigenbasis(weight_of(modules[name]), layer, "channel" if cores[name] else rules.basis)
+        for name, layer in curvature.measured.items()
+        if not layers[name].reason and name not in rotations and (name != curvature.last_linear or rules.last_linear != "leave")
+    }
+    scores = {(name, side): s for name, b in bases.items() for side, s in (("in", b.input_scores), ("out", b.output_scores))}
+    if rules.normalize:
+        scores = {key: values / values.sum().clamp(min=torch.finfo(values.dtype).tiny) for key, values in scores.items()}
+    kept = keep_by_percentile(scores, ratio, rules.cap)
+    for name in rotations:
+        layers[name].reason = "the rotation of a core; it follows the core"
+    for name, basis in bases.items():
+        if name == curvature.last_linear and rules.last_linear == "list":
+            continue
+        ranks = {side: int(kept[name, side].sum()) for side in ("in", "out")}
+        loss = basis.loss(*(strongest(s, ranks[side]) for side, s in (("in", basis.input_scores), ("out", basis.output_scores))))
+        if cores[name]:
+            _shrink_bottleneck(layers, name, ranks, loss)
+        else:
+            _choose(layers[name], _direction_structure(method, rules, layers[name], ranks), loss, rules.allow_larger)
+    _leave_last_linear(layers, curvature, rules)
+    return Plan(method, layers)
+
+
+def _leave_last_linear(layers: dict[str, Choice], curvature: Curvature, rules: Rules) -> None:
+    if curvature.last_linear and rules.last_linear != "prune":
+        layers[curvature.last_linear].reason = layers[curvature.last_linear].reason or LAST
+
+
+def _direction_structure(method: str, rules: Rules, choice: Choice, ranks: dict[str, int]) -> tuple[str, dict[str, int]]:
+    if method == "eigendamage-depthwise" and choice.shape.taps > 1:
+        structure = "depthwise" if rules.norm == "frobenius" else "depthwise-fisher"
+        return structure, {**ranks, "depthwise": min(ranks.values())}
+    return ("bottleneck-patch" if rules.basis == "patch" and choice.shape.taps > 1 else "bottleneck"), ranks
+
+
+def _choose(choice: Choice, new: tuple[str, dict[str, int]], loss: float, allow_larger: bool) -> None:
+    if not allow_larger and structures.params(new[0], choice.shape, new[1]) >= choice.shape.params:
+        choice.reason = LARGER
+        return
+    choice.structure, choice.ranks = new
+    choice.loss = loss
+
+
+def _shrink_bottleneck(layers: dict[str, Choice], core: str, ranks: dict[str, int], loss: float) -> None:
+    """A later round: new bases of the core merge into its rotations (section 4.4)."""
+    shape, (first, last) = layers[core].shape, (layers[core.removesuffix("core") + stage] for stage in structures.ROTATIONS)
+    if ranks == {"in": shape.inputs, "out": shape.outputs}:
+        layers[core].reason = ALL_STAYS
+        return
+    layers[core] = Choice(shape, "merged", ranks, loss)
+    first.structure, first.ranks, first.reason = "channels", {"in": first.shape.inputs, "out": ranks["in"]}, ""
+    last.structure, last.ranks, last.reason = "channels", {"in": ranks["out"], "out": last.shape.outputs}, ""
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------------
+
+
+def _plan_channels(
+    model: nn.Module, curvature: Curvature, method: str, ratio: float, rules: Rules, layers: dict[str, Choice]
+) -> Plan:
+    if curvature.coupling is None:
+        raise ValueError(f"method {method!r} needs the coupling of channels; name the method in measure(..., methods=[...])")
+    coupling, modules = curvature.coupling, candidates(model)
+    scores = _scores(curvature, modules, method_named(method), rules)
+    count = 1 + max((unit for side in coupling.sides.values() for unit in side.outputs), default=FIXED)
+    _leave_last_linear(layers, curvature, rules)
+    held = {name for name, choice in layers.items() if choice.reason and getattr(modules[name], "groups", 1) == 1}
+    removable = _removable(coupling, scores, held | rules.skipped, count)
+    totals = torch.zeros(count, dtype=torch.float64)
+    units = {name: torch.tensor(coupling.sides[name].outputs) for name in scores if name in coupling.sides}
+    for name, of_layer in units.items():
+        free = of_layer != FIXED
+        totals.index_add_(0, of_layer[free], scores[name][free])
+    listed = [scores[name] for name in [curvature.last_linear] if name in scores and rules.last_linear == "list"]
+    capped = [[unit for unit in side.outputs if unit != FIXED] for side in coupling.sides.values()]
+    kept = keep_units(totals, removable, listed, [torch.tensor(free) for free in capped if free], ratio, rules.cap)
+    plan = Plan(method, layers, _kept(coupling, kept))
+    for name, choice in layers.items():
+        _describe_channels(plan, name, choice, scores.get(name), coupling)
+    return plan
+
+
+def _scores(curvature: Curvature, modules: Mapping[str, nn.Module], method: Method, rules: Rules) -> dict[str, Tensor]:
+    scores = {}
+    for name, layer in curvature.measured.items():
+        values = channel_scores(method, weight_of(modules[name]), layer)
+        if values is not None:
+            scores[name] = values / values.sum().clamp(min=torch.finfo(values.dtype).tiny) if rules.normalize else values
+    return scores
+
+
+def _removable(coupling: Coupling, scores: Mapping[str, Tensor], held: Collection[str], count: int) -> Tensor:
+    """Units that some layer scores and no layer holds back."""
+    removable = torch.zeros(count, dtype=torch.bool)
+    for names, value in ((scores, True), (held, False)):
+        outputs = [unit for name in names if name in coupling.sides for unit in coupling.sides[name].outputs if unit != FIXED]
+        removable[outputs] = value
+    return removable
+
+
+def _kept(coupling: Coupling, kept: Tensor) -> dict[str, Kept]:
+    """The indices that stay in every module that loses any."""
+    stays = [*kept.tolist(), True]  # FIXED is −1: the last entry
+
+    def indices(units: tuple[int, ...]) -> list[int]:
+        return [index for index, unit in enumerate(units) if stays[unit]]
+
+    sides = {name: (side, Kept(indices(side.inputs), indices(side.outputs))) for name, side in coupling.sides.items()}
+    return {n: k for n, (s, k) in sides.items() if len(k.inputs) < len(s.inputs) or len(k.outputs) < len(s.outputs)}
+
+
+def _describe_channels(plan: Plan, name: str, choice: Choice, scores: Tensor | None, coupling: Coupling) -> None:
+    if name not in plan.kept:
+        choice.reason = choice.reason or coupling.reasons.get(name, ALL_STAYS)
+        return
+    kept = plan.kept[name]
+    depthwise = choice.shape.inputs == 1 and len(coupling.sides[name].inputs) > 1
+    choice.structure, choice.reason = "channels", ""
+    choice.ranks = {"in": 1 if depthwise else len(kept.inputs), "out": len(kept.outputs)}
+    if scores is not None:
+        choice.loss = float(scores.sum() - scores[kept.outputs].sum())
+
+
+# --- given ranks: CP --------------------------------------------------------------------------------------------------------
+
+
+def plan_ranks(model: nn.Module, curvature: Curvature, ranks: float | int | Mapping[str, int], rules: Rules) -> Plan:
+    """CP decomposition with a multiple of each layer's rank (a float), one rank for all (an int), or a rank by layer name."""
+    layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
+    if isinstance(ranks, float) and not 0 < ranks < math.inf:
+        raise ValueError(f"ranks: a multiple of each layer's rank must be above 0; got {ranks}")
+    if isinstance(ranks, Mapping):
+        unknown = [name for name in ranks if name not in layers]
+        if unknown:
+            raise ValueError(f"ranks: there is no layer {unknown[0]!r}; the layers are {some(layers)}")
+    for name, choice in layers.items():
+        if not choice.reason and isinstance(ranks, Mapping) and name not in ranks:
+            choice.reason = "no rank is given for it"
+        if choice.reason:
+            continue
+        if choice.shape.taps == 1:
+            choice.reason = "it is no convolution with a kernel"
+            continue
+        rank = ranks[name] if isinstance(ranks, Mapping) else ranks
+        if isinstance(rank, float):
+            rank = rank_for(choice.shape, rank)
+        elif not isinstance(ranks, Mapping):
+            rank = min(rank, full_rank(choice.shape))
+        structures.check_ranks(name, "cp", choice.shape, {"cp": rank})
+        _choose(choice, ("cp", {"cp": rank}), 0.0, rules.allow_larger)
+    return Plan("cp", layers)
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    model: nn.Module,
+    curvature: Curvature,
+    *,
+    method: str | None = None,
+    ratio: float | None = None,
+    ranks: float | int | Mapping[str, int] | None = None,
+    cap: float = 0.95,
+    basis: str = "channel",
+    norm: str = "frobenius",
+    normalize: bool = False,
+    allow_larger: bool = False,
+    last_linear: str | None = None,
+    skip: Skip = (),
+) -> Plan:
+    """Decide what every layer becomes.
+
+    Args:
+        model: the model that ``curvature`` was measured on.
+        method: a name in ``METHODS``.
+        ratio: the paper's knob: the share of all channels or directions, over all layers in one list, that goes. For ``"cp"``
+            the share of each layer's rank.
+        ranks: for ``"cp"``: a multiple of each layer's rank (float), one rank for all (int), or ranks by layer name.
+        cap: at most this share of a layer's rows, and of its columns, goes; the best of the layer stay.
+        basis: for EigenDamage: ``"channel"`` (section 4.5) or the full ``"patch"`` basis.
+        norm: for EigenDamage-Depthwise: ``"frobenius"`` or ``"fisher"`` (the Mahalanobis norm of appendix B).
+        normalize: divide the scores of a layer by their sum. It hurts; the paper compares layers as they are.
+        allow_larger: also use a bottleneck that holds more parameters than the dense layer.
+        last_linear: the layer that makes the logits: ``"leave"`` it out (the default for directions), ``"list"`` its scores but
+            keep it (the default for channels), or ``"prune"`` it like any other.
+        skip: layers to leave alone, as in ``measure``.
+
+    Raises:
+        ValueError: for a method, ratio or layer that does not exist, and for a curvature of another model.
+    """
+    if method is None:
+        raise ValueError("plan needs method=... with ratio=... (or ranks=... for cp)")
+    row = method_named(method)
+    curvature.require_model(model)
+    default = "leave" if row.removes == "directions" else "list"
+    rules = Rules(cap, basis, norm, normalize, allow_larger, last_linear or default, frozenset(skipped_layers(model, skip)))
+    _check(rules)
+    if (ratio is None) == (ranks is None):
+        raise ValueError("plan needs either ratio=... or, for cp, ranks=...")
+    if ranks is not None:
+        if row.removes != "rank":
+            raise ValueError(f"ranks: only cp takes given ranks; {method!r} finds its own from ratio=...")
+        return plan_ranks(model, curvature, ranks, rules)
+    assert ratio is not None
+    if not 0 <= ratio < 1:
+        raise ValueError(f"ratio: must be at least 0 and below 1; got {ratio}")
+    return plan_at_ratio(model, curvature, method, ratio, rules)
+
+
+def _check(rules: Rules) -> None:
+    if not 0 <= rules.cap <= 1:
+        raise ValueError(f"cap: must lie between 0 and 1; got {rules.cap}")
+    choices = (("basis", rules.basis, ("channel", "patch")), ("norm", rules.norm, ("frobenius", "fisher")))
+    for name, value, allowed in (*choices, ("last_linear", rules.last_linear, ("leave", "list", "prune"))):
+        if value not in allowed:
+            raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")

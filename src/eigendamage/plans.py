@@ -1,0 +1,126 @@
+"""What each layer becomes, as plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from rich.table import Table
+
+from eigendamage import structures
+from eigendamage.layers import LayerShape, some
+from eigendamage.methods import METHODS
+from eigendamage.text import render, si
+
+FORMAT = 1
+
+
+@dataclass
+class Choice:
+    """What one layer becomes. ``ranks`` may be edited by hand; the factors are computed when the plan is applied."""
+
+    shape: LayerShape
+    structure: str = "dense"
+    ranks: dict[str, int] = field(default_factory=dict)
+    loss: float = 0.0  # increase of the loss that the method predicts
+    reason: str = ""  # why it stays dense
+
+    @property
+    def params(self) -> int:
+        return structures.params(self.structure, self.shape, self.ranks)
+
+    @property
+    def macs(self) -> int:
+        return structures.macs(self.structure, self.shape, self.ranks)
+
+
+@dataclass
+class Kept:
+    """The channels of one module that stay, by index."""
+
+    inputs: list[int]
+    outputs: list[int]
+
+
+@dataclass
+class Plan:
+    """A choice for every layer; ``print(plan)`` is a table, `to_json` and `from_json` keep everything."""
+
+    method: str
+    layers: dict[str, Choice]
+    kept: dict[str, Kept] = field(default_factory=dict)  # where channels go, also in batch norm and depthwise convolutions
+
+    @property
+    def params(self) -> int:
+        """Parameters of the layers after the plan."""
+        return sum(choice.params for choice in self.layers.values())
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the layers for one example, after the plan."""
+        return sum(choice.macs for choice in self.layers.values())
+
+    @property
+    def dense_params(self) -> int:
+        return sum(choice.shape.params for choice in self.layers.values())
+
+    @property
+    def dense_macs(self) -> int:
+        return sum(choice.shape.macs for choice in self.layers.values())
+
+    @property
+    def loss(self) -> float:
+        """Predicted increase of the loss."""
+        return sum(choice.loss for choice in self.layers.values())
+
+    def __getitem__(self, name: str) -> Choice:
+        if name not in self.layers:
+            raise ValueError(f"the plan has no layer {name!r}; its layers are {some(self.layers)}")
+        return self.layers[name]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises ValueError for text that is no plan."""
+        try:
+            content = json.loads(text)
+            if content.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            layers = {name: Choice(**{**row, "shape": LayerShape.from_dict(row["shape"])}) for name, row in content["layers"].items()}
+            return cls(content["method"], layers, {name: Kept(**row) for name, row in content["kept"].items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is not the JSON of a plan: {error}") from error
+
+    def __str__(self) -> str:
+        table = Table(title=f"{method_title(self.method)}: what each layer becomes", title_justify="left")
+        for header in ("layer", "becomes", "ranks", "parameters", "MACs", "predicted loss", "why dense"):
+            table.add_column(header, justify="left" if header in ("layer", "becomes", "ranks", "why dense") else "right")
+        for name, choice in self.layers.items():
+            table.add_row(name, choice.structure, _ranks(choice), *_costs(choice), _loss(choice), choice.reason)
+        table.add_section()
+        cost = _cost(self.params, self.dense_params), _cost(self.macs, self.dense_macs)
+        table.add_row("all layers", "", "", *cost, f"{self.loss:.3g}", "")
+        return render(table)
+
+
+def method_title(name: str) -> str:
+    return METHODS[name].title if name in METHODS else name
+
+
+def _ranks(choice: Choice) -> str:
+    limits = structures.STRUCTURES[choice.structure].limits(choice.shape) if choice.structure in structures.STRUCTURES else {}
+    return ", ".join(f"{key} {rank}/{limits.get(key, '?')}" for key, rank in choice.ranks.items())
+
+
+def _costs(choice: Choice) -> tuple[str, str]:
+    return _cost(choice.params, choice.shape.params), _cost(choice.macs, choice.shape.macs)
+
+
+def _cost(after: int, before: int) -> str:
+    return si(after) if after == before else f"{si(before)} → {si(after)}"
+
+
+def _loss(choice: Choice) -> str:
+    return "" if choice.structure == "dense" else f"{choice.loss:.3g}"

@@ -1,0 +1,78 @@
+"""Which layers a model's own code lets something else stand in for.
+
+A compressed layer is an ``nn.Sequential``. Most code only calls its layers and cannot tell. Some reads their weight, asks for
+their class, or calls them past the place where they are registered. A pass with stand-ins everywhere tells which.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from eigendamage.coupling import alike
+from eigendamage.layers import describe_like
+from eigendamage.passes import restoring
+
+REASON = "the model's code does more with it than call it in its place"
+
+
+def irreplaceable(model: nn.Module, run: Callable[[], Tensor], names: Collection[str]) -> dict[str, str]:
+    """Those of the layers ``names`` that ``run()``, which calls ``model``, needs themselves, and why."""
+
+    def outputs(standing_in: list[str]) -> list[Tensor]:
+        with torch.no_grad(), restoring(model), _standing_in(model, standing_in):
+            return [run()]
+
+    names = sorted(name for name in names if name)  # whoever calls the model cannot tell what it is
+    expected = outputs([])
+
+    def holds(chosen: list[str]) -> bool:
+        try:
+            actual = outputs(chosen)
+        except Exception:  # a model's code may raise anything when a layer is not what it counts on
+            return False
+        return alike(actual, expected) or not repeats
+
+    def needed(chosen: list[str], accepted: list[str]) -> list[str]:
+        """Found by halving; one layer at a time only where something fails."""
+        if not chosen or holds(accepted + chosen):
+            return []
+        if len(chosen) == 1:
+            return chosen
+        left, right = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
+        found = needed(left, accepted)
+        return found + needed(right, accepted + [name for name in left if name not in found])
+
+    repeats = True
+    if holds(names):
+        return {}
+    repeats = alike(outputs([]), expected)  # the outputs of a model that does not repeat itself tell nothing
+    return dict.fromkeys(needed(names, []), REASON)
+
+
+@contextmanager
+def _standing_in(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """An ``nn.Sequential`` in the place of each of these layers, which are then called by nothing else."""
+    layers = [model.get_submodule(name) for name in names]
+    substitutes = {layer: describe_like(nn.Sequential(copy.copy(layer)), layer).train(layer.training) for layer in layers}
+    children = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    places = [place for place in children if place[2] in substitutes]
+    try:
+        for layer in layers:
+            vars(layer)["forward"] = _refuse
+        for parent, name, child in places:
+            parent._modules[name] = substitutes[child]
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _refuse(*args: object, **kwargs: object) -> object:
+    raise RuntimeError("something else stands in for this layer")
