@@ -40,36 +40,34 @@ def convolution(rng: random.Random, dims: int, inputs: int, outputs: int) -> nn.
 
 
 def normalisation(rng: random.Random, dims: int, channels: int) -> nn.Module:
-    return rng.choice(
-        [
-            lambda: BATCH_NORM[dims](channels),
-            lambda: BATCH_NORM[dims](channels),
-            lambda: BATCH_NORM[dims](channels, affine=False),
-            lambda: BATCH_NORM[dims](channels, track_running_stats=False),
-            lambda: INSTANCE_NORM[dims](channels, affine=True),
-            lambda: INSTANCE_NORM[dims](channels),
-            lambda: nn.GroupNorm(1, channels),
-            nn.Identity,
-        ]
-    )()
+    kinds: list[Callable[[], nn.Module]] = [
+        lambda: BATCH_NORM[dims](channels),
+        lambda: BATCH_NORM[dims](channels),
+        lambda: BATCH_NORM[dims](channels, affine=False),
+        lambda: BATCH_NORM[dims](channels, track_running_stats=False),
+        lambda: INSTANCE_NORM[dims](channels, affine=True),
+        lambda: INSTANCE_NORM[dims](channels),
+        lambda: nn.GroupNorm(1, channels),
+        nn.Identity,
+    ]
+    return rng.choice(kinds)()
 
 
 def activation(rng: random.Random, channels: int) -> nn.Module:
-    return rng.choice(
-        [
-            nn.ReLU,
-            lambda: nn.ReLU(inplace=True),
-            nn.GELU,
-            lambda: nn.SiLU(inplace=True),
-            lambda: nn.Hardswish(inplace=True),
-            nn.Tanh,
-            lambda: nn.LeakyReLU(0.1),
-            lambda: nn.PReLU(channels),
-            nn.PReLU,
-            lambda: nn.Dropout(0.5),
-            nn.Identity,
-        ]
-    )()
+    kinds: list[Callable[[], nn.Module]] = [
+        nn.ReLU,
+        lambda: nn.ReLU(inplace=True),
+        nn.GELU,
+        lambda: nn.SiLU(inplace=True),
+        lambda: nn.Hardswish(inplace=True),
+        nn.Tanh,
+        lambda: nn.LeakyReLU(0.1),
+        lambda: nn.PReLU(channels),
+        nn.PReLU,
+        lambda: nn.Dropout(0.5),
+        nn.Identity,
+    ]
+    return rng.choice(kinds)()
 
 
 class Plain(nn.Sequential):

@@ -41,7 +41,8 @@ def _built(draw: st.DrawFn, kind: str) -> tuple[nn.Module, tuple[int, ...]]:
 
     walk: dict[str, Any] = {"kernel_size": each(1, 3), "stride": each(1, 3), "dilation": each(1, 2), "bias": bias}
     if kind == "transposed":
-        walk |= {"padding": each(0, 2), "output_padding": each(0, [max(p) - 1 for p in zip(walk["stride"], walk["dilation"])])}
+        most = [max(pair) - 1 for pair in zip(walk["stride"], walk["dilation"], strict=True)]
+        walk |= {"padding": each(0, 2), "output_padding": each(0, most)}
         return TRANSPOSED[dims](inputs, outputs, **walk), (inputs, *_sizes(draw, walk, _transposed_outputs))
     walk["padding_mode"] = draw(st.sampled_from(["zeros", "reflect", "circular", "replicate"]))
     walk["padding"] = draw(st.sampled_from(["same", "valid", each(0, 2), each(0, 2)]))
@@ -58,10 +59,9 @@ def _sizes(draw: st.DrawFn, walk: dict[str, Any], outputs: Any) -> list[int]:
 
 def _outputs(walk: dict[str, Any], axis: int, size: int) -> int:
     reach = walk["dilation"][axis] * (walk["kernel_size"][axis] - 1)
-    around = {"same": math.ceil(reach / 2), "valid": 0}.get(walk["padding"]) if isinstance(walk["padding"], str) else walk["padding"][axis]
-    fits = {"reflect": size > around, "circular": size >= around}.get(walk["padding_mode"], True)
-    total = reach if walk["padding"] == "same" else 2 * around
-    return (size + total - reach) if fits else 0
+    padding = {"same": math.ceil(reach / 2), "valid": 0}.get(walk["padding"], walk["padding"][axis])
+    fits = {"reflect": size > padding, "circular": size >= padding}.get(walk["padding_mode"], True)
+    return (size + (reach if walk["padding"] == "same" else 2 * padding) - reach) * fits
 
 
 def _transposed_outputs(walk: dict[str, Any], axis: int, size: int) -> int:

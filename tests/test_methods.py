@@ -171,7 +171,8 @@ def in_eigenbasis(out: int, inputs: int, taps: int, basis: str) -> tuple[Tensor,
 def rotation(basis: Eigenbasis, weight: Tensor) -> Tensor:
     """Q_S ⊗ Q_A, over every kernel position where the basis is of channels."""
     taps = weight[0].numel() // len(basis.input_vectors)
-    return torch.kron(basis.output_vectors, torch.kron(basis.input_vectors, torch.eye(taps, dtype=torch.float64)))
+    inputs = torch.kron(basis.input_vectors.contiguous(), torch.eye(taps, dtype=torch.float64))
+    return torch.kron(basis.output_vectors.contiguous(), inputs)
 
 
 @given(sizes, bases)

@@ -62,14 +62,15 @@ def assert_same(actual: Curvature, expected: Curvature, rtol: float = 1e-10, ato
     """Two curvatures agree in everything; bit for bit with both tolerances 0."""
     assert list(actual.layers) == list(expected.layers)
     assert (actual.reasons, actual.examples, actual.macs) == (expected.reasons, expected.examples, expected.macs)
-    assert (actual.collected, actual.coupling) == (expected.collected, expected.coupling)
+    assert (actual.collected, actual.coupling, actual.whole) == (expected.collected, expected.coupling, expected.whole)
     for name, layer in expected.layers.items():
         assert actual[name].shape == layer.shape, name
         for key in TENSORS:
             one, other = getattr(actual[name], key), getattr(layer, key)
             assert (one is None) == (other is None), f"{name}.{key}"
             if other is not None:
-                torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda text, at=f"{name}.{key}": f"{at}: {text}")
+                place = f"{name}.{key}: "
+                torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=place.__add__)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

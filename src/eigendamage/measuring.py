@@ -26,6 +26,9 @@ from eigendamage.standins import irreplaceable
 
 T = TypeVar("T")
 
+# How many examples show how a model is wired.
+REHEARSED = 2
+
 # What budgets and the K-FAC methods need.
 DEFAULT_METHODS = ("kron-obd", "kron-obs", "c-obs", "eigendamage")
 
@@ -78,11 +81,12 @@ def measure(
         first = next(data, None)
         if first is None:
             raise ValueError("batches: the loader is empty")
-        whole = irreplaceable(model, lambda: run(model, first), candidates(model).keys() - reasons.keys())
+        rehearsal = partial(run, model, _first_examples(first, REHEARSED))
+        whole = irreplaceable(model, rehearsal, candidates(model).keys() - reasons.keys())
         with layer_by_layer():
-            coupled = coupling.trace(model, lambda: run(model, first), fixed=_skipped(reasons)) if "coupling" in needs else None
+            coupled = coupling.trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
             with torch.no_grad():
-                macs = forward_macs(lambda: run(model, first)) // max(1, _batch_size(first))
+                macs = forward_macs(rehearsal) // min(REHEARSED, max(1, _batch_size(first)))
         with layer_by_layer(), _Observers(model, needs, reasons) as observers:
             uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
             total = len(batches) if hasattr(batches, "__len__") and examples is None else None
@@ -163,6 +167,11 @@ def _detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
             left -= size
             if left <= 0:
                 return
+
+
+def _first_examples(batch: Any, count: int) -> Any:
+    size = _batch_size(batch)
+    return _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
 
 
 def _batch_size(batch: Any) -> int:
@@ -361,8 +370,8 @@ class _Observers:
         """Run the batch once more, now with an eye on every layer's inputs."""
         found = []
 
-        def look(name: str, module: nn.Module, args: tuple) -> None:
-            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in args):
+        def look(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in (*args, *kwargs.values())):
                 found.append(name)
 
         self.handles += [observer.module.register_forward_pre_hook(partial(look, name)) for name, observer in self.by_name.items()]
