@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import eigendamage as ed
 from eigendamage.curvature import Curvature, LayerCurvature
-from eigendamage.layers import kind_of, shape_of, weight_of
+from eigendamage.layers import LayerShape, kind_of, shape_of, weight_of
 
 
 def factor(size: int, rank: int | None = None) -> Tensor:
@@ -89,9 +89,9 @@ def flat(outputs: Tensor | dict[str, Tensor]) -> Tensor:
     return logits.reshape(len(logits), -1)
 
 
-def layer_curvature(module: nn.Module) -> LayerCurvature:
+def layer_curvature(module: nn.Module, shape: LayerShape | None = None) -> LayerCurvature:
     """Random factors for a layer."""
-    shape = shape_of(module)
+    shape = shape or shape_of(module)
     return LayerCurvature(shape, patches=factor(shape.inputs * shape.taps), gradients=factor(shape.outputs))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eigendamage.coupling import FIXED, Coupling
-from eigendamage.layers import kind_of
+from eigendamage.layers import deep_copy, kind_of
 
 CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -398,7 +398,7 @@ def random_units(rng: random.Random, coupling: Coupling) -> set[int]:
 
 def zero_units(model: nn.Module, coupling: Coupling, units: Collection[int]) -> nn.Module:
     """A copy in which everything that produces these units gives zeros."""
-    model = copy.deepcopy(model)
+    model = deep_copy(model)
     with torch.no_grad():
         for name, side in coupling.sides.items():
             _silence(model.get_submodule(name), [i for i, unit in enumerate(side.outputs) if unit in units])

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from random_layers import layers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 from truth import assert_same, calls, channel_form, fisher_block, kfac, state_of, weight_gradients
 
 from eigendamage import METHODS, Curvature, measure, measuring
 from eigendamage.curvature import TENSORS
+from eigendamage.passes import layer_by_layer
 
 EVERYTHING = list(METHODS)
 CLASSES = 5
@@ -70,6 +72,11 @@ def vectors(examples: int = 6, size: int = 3, classes: int = 4) -> tuple[Tensor,
 def mlp(*sizes: int, between: type[nn.Module] = nn.Tanh) -> nn.Module:
     stages = [stage for inputs, outputs in itertools.pairwise(sizes) for stage in (nn.Linear(inputs, outputs), between())]
     return nn.Sequential(*stages[:-1]).double()
+
+
+def of_tokens(outputs: Any, targets: Tensor) -> Tensor:
+    logits = getattr(outputs, "logits", outputs)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def in_batches(data: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
@@ -310,6 +317,40 @@ def test_an_activation_in_place_does_not_matter() -> None:
     assert_same(*(measure(model, [data], methods=["c-obd", "kron-obd"]) for model in (in_place, apart)), rtol=0, atol=0)
 
 
+class Checkpointed(nn.Sequential):
+    """Runs its layers a second time on the way back."""
+
+    def __init__(self, *layers: nn.Module, use_reentrant: bool) -> None:
+        super().__init__(*layers)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_does_not_matter(use_reentrant: bool) -> None:
+    plain, data = mlp(3, 4, 4, 4), vectors()
+    body = Checkpointed(*plain[1:4], use_reentrant=use_reentrant)
+    expected = measure(plain, [data], methods=["c-obd", "eigendamage"])
+    curvature = measure(nn.Sequential(plain[0], body, plain[4]), [data], methods=["c-obd", "eigendamage"])
+    for name, other in {"0": "0", "1.1": "2", "2": "4"}.items():
+        assert curvature[name].shape == expected[other].shape
+        for key in ("inputs", "gradients", "fisher"):
+            torch.testing.assert_close(getattr(curvature[name], key), getattr(expected[other], key))
+
+
+def test_layers_inside_a_transformer_are_measured_although_torch_has_a_kernel_for_all_of_them() -> None:
+    stage = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(stage, 1), nn.Linear(4, 3)).double()
+    data = torch.randn(5, 7, 4, dtype=torch.float64), torch.randint(3, (5, 7))
+    curvature = measure(model, [data], methods=["c-obd", "kron-obd"], labels="given")
+    assert curvature.measured.keys() == {"0.layers.0.linear1", "0.layers.0.linear2", "1"}
+    with layer_by_layer():
+        check_against_autograd(curvature, model.eval(), data, of_tokens)
+
+
 class InPlaceBefore(nn.Module):
     """Changes the input of a layer after the layer has seen it."""
 
@@ -397,10 +438,6 @@ def sentences() -> tuple[Tensor, Tensor]:
     targets = torch.randint(11, (4, 5))
     targets[0, 3:] = targets[2, 1:] = -100
     return torch.randint(11, (4, 5)), targets
-
-
-def of_tokens(outputs: SimpleNamespace, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def test_a_language_model_sums_over_the_tokens_that_count() -> None:

@@ -211,6 +211,12 @@ def test_what_was_frozen_stays_frozen_and_gradients_are_not_stored(path: Path) -
     assert all(p.grad is None for p in loaded.parameters()) and fresh.fc2.weight.grad is not None
 
 
+def test_stages_answer_for_the_layer_with_its_new_widths(path: Path) -> None:
+    save(nn.Sequential(stages(rotate_in=nn.Conv2d(6, 2, 1), core=nn.Conv2d(2, 7, 3, stride=2))), path)
+    loaded = load(nn.Sequential(nn.Conv2d(8, 9, 3, stride=2)), path)[0]
+    assert (loaded.in_channels, loaded.out_channels, loaded.stride, loaded.kernel_size) == (6, 7, (2, 2), (3, 3))
+
+
 @pytest.mark.parametrize("norm", [nn.SyncBatchNorm, nn.InstanceNorm2d])
 @pytest.mark.parametrize("arguments", [{}, {"affine": True}, {"affine": False, "track_running_stats": False}])
 def test_norms_with_fewer_channels(path: Path, norm: type[nn.Module], arguments: dict[str, bool]) -> None:

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from dense import flat, measured, projected, with_weight
-from hypothesis import given
+from dense import layer_curvature, measured, projected, with_weight
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layers import layers
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from eigendamage.linalg import compose
 from eigendamage.methods.cp import cp_factors
 from eigendamage.methods.depthwise import depthwise_factors
 from eigendamage.structures import STRUCTURES, check_ranks
+from eigendamage.structures.base import chain
 
 LAYERS = {
     "conv1d biased, strided, padded": (lambda: nn.Conv1d(3, 5, 4, stride=3, padding=2), (3, 11)),
@@ -40,21 +41,17 @@ LAYERS = {
     "linear on images": (lambda: nn.Linear(3, 6), (4, 2, 3)),
     "Hugging Face Conv1D": (lambda: Conv1D(6, 4), (3, 4)),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 @lru_cache
 def case(name: str) -> tuple[nn.Module, Tensor, LayerCurvature]:
-    """A layer, one example for it, and its curvature over a few others."""
+    """A layer, one example for it, and random factors."""
     build, size = LAYERS[name]
-    return prepared(build().double(), torch.randn(1, *size, dtype=torch.float64))
-
-
-def prepared(module: nn.Module, example: Tensor) -> tuple[nn.Module, Tensor, LayerCurvature]:
-    """Measured as part of a model that takes one example, so that positions are those of one example."""
-    curvature = measured(nn.Sequential(module), example)["0"]
-    s = torch.randn(curvature.shape.outputs, 9, dtype=torch.float64)
-    return module, example, LayerCurvature(curvature.shape, curvature.inputs, curvature.patches, s @ s.T)
+    module, example = build().double(), torch.randn(1, *size, dtype=torch.float64)
+    shape = measured(nn.Sequential(module), example)["0"].shape
+    return module, example, layer_curvature(module, shape)
 
 
 def ranks_in(data: st.DataObject, structure: str, layer: LayerCurvature) -> dict[str, int]:
@@ -84,6 +81,7 @@ bases = pytest.mark.parametrize(("structure", "basis"), [("bottleneck", "channel
 
 @every_layer
 @bases
+@settings(max_examples=5)
 @given(st.data())
 def test_a_bottleneck_is_the_layer_with_its_weight_projected(name: str, structure: str, basis: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -134,7 +132,7 @@ def test_mistake_3_a_bias_in_a_padded_convolution_is_right_at_the_borders(mode: 
     """The bias was carried through the rotation, and padded as if it were a part of the image."""
     module = nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode).double()
     nn.init.constant_(module.bias, 100)
-    module, example, layer = prepared(module, torch.randn(1, 3, 4, 4, dtype=torch.float64))
+    example, layer = torch.randn(1, 3, 4, 4, dtype=torch.float64), layer_curvature(module)
     built = build(structure, module, layer, {"in": 2, "out": 2})
     assert [stage.bias is not None for stage in built] == [False, False, True]
     assert_same_layer(built, with_weight(module, projected(module, layer, {"in": 2, "out": 2}, basis)), example)
@@ -145,6 +143,7 @@ def test_mistake_3_a_bias_in_a_padded_convolution_is_right_at_the_borders(mode: 
 
 @every_layer
 @pytest.mark.parametrize("structure", ["depthwise", "depthwise-fisher"])
+@settings(max_examples=5)
 @given(st.data())
 def test_a_depthwise_layer_is_the_layer_with_its_core_decomposed(name: str, structure: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -168,6 +167,7 @@ def values_around(bottleneck: nn.Sequential, layer: LayerCurvature) -> tuple[Ten
 
 
 @every_layer
+@settings(max_examples=5)
 @given(st.data())
 def test_cp_is_the_layer_with_its_kernel_decomposed(name: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -181,12 +181,13 @@ def test_cp_is_the_layer_with_its_kernel_decomposed(name: str, data: st.DataObje
 
 @every_layer
 @bases
+@settings(max_examples=5)
 @given(st.data())
 def test_merged_equals_unmerged(name: str, structure: str, basis: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
     ranks = ranks_in(data, structure, layer)
     outer = build(structure, module, layer, ranks)
-    inner_layer = measured(outer, example)["core"]
+    inner_layer = layer_curvature(outer.core)
     inner = build("bottleneck", outer.core, inner_layer, ranks_in(data, "bottleneck", inner_layer))
     with torch.no_grad():
         merged = structures.merge(outer, inner)
@@ -195,7 +196,7 @@ def test_merged_equals_unmerged(name: str, structure: str, basis: str, data: st.
 
 
 def test_only_a_module_named_core_between_two_rotations_is_a_core() -> None:
-    three = structures._stages(rotate_in=nn.Linear(3, 2), core=nn.Linear(2, 2), rotate_out=nn.Linear(2, 4))
+    three = chain(rotate_in=nn.Linear(3, 2), core=nn.Linear(2, 2), rotate_out=nn.Linear(2, 4))
     around = nn.ModuleDict({"a": three, "core": nn.Linear(2, 2), "encore": nn.Linear(2, 2)})
     assert structures.parts_of_bottleneck(around, "a.core") is three
     assert structures.parts_of_bottleneck(three, "core") is three
@@ -208,10 +209,11 @@ def test_only_a_module_named_core_between_two_rotations_is_a_core() -> None:
 
 @every_layer
 @pytest.mark.parametrize("structure", [name for name, row in STRUCTURES.items() if row.build and name != "merged"])
+@settings(max_examples=5)
 @given(st.data())
 def test_what_is_built_costs_what_is_foretold(name: str, structure: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
-    if structure.startswith("depthwise") and layer.shape.pointwise:
+    if not STRUCTURES[structure].fits(layer.shape):
         return
     ranks = ranks_in(data, structure, layer)
     cost = ed.count(build(structure, module, layer, ranks), example)
@@ -254,7 +256,6 @@ def test_positions_are_those_of_one_example_whatever_the_batches() -> None:
         ("bottleneck", {"in": 3}, r"body\.0: bottleneck takes the ranks \['in', 'out'\]; got \['in'\]"),
         ("bottleneck", {"in": 3, "out": 6}, r"body\.0: rank 'out' of bottleneck must be a whole number from 1 to 5; got 6"),
         ("bottleneck", {"in": 0, "out": 5}, r"body\.0: rank 'in' of bottleneck must be a whole number from 1 to 4; got 0"),
-        ("bottleneck", {"in": 1.5, "out": 5}, r"body\.0: rank 'in' .* got 1\.5"),
         ("dense", {"in": 1}, r"body\.0: dense takes the ranks \[\]; got \['in'\]"),
     ],
 )
@@ -268,4 +269,3 @@ def test_outputs_have_the_shape_of_the_dense_layer() -> None:
         module, example, layer = case(name)
         with torch.no_grad():
             assert build("bottleneck", module, layer, {"in": 1, "out": 1})(example).shape == module(example).shape
-            assert flat(module(example)).dim() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,9 @@ def parameters(model: nn.Module) -> int:
 def forward_macs(run: Callable[[], object]) -> int:
     """Multiply-accumulates of convolutions and matrix products in ``run()``."""
     counter = FlopCounterMode(display=False)
-    with counter:
+    with counter, warnings.catch_warnings():
+        # The counter's own hooks, and compiled models are run as they are written.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         run()
     return counter.get_total_flops() // 2
 

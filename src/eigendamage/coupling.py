@@ -431,8 +431,28 @@ def sliced(model: nn.Module, coupling: Coupling, units: Collection[int]) -> Iter
     def after(name: str, module: nn.Module, args: object, kwargs: object, output: Tensor) -> Tensor:
         return output.index_select(_channel_dim(module, output.dim()), kept[name][1].to(output.device))
 
-    with _hooked({name: model.get_submodule(name) for name in kept}, before, after):
+    modules = {name: model.get_submodule(name) for name in kept}
+    with _hooked(modules, before, after), _narrowed(modules, kept):
         yield
+
+
+@contextmanager
+def _narrowed(modules: Mapping[str, nn.Module], kept: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Layers that give the widths they will have without these units, to code that asks for them."""
+    told = [
+        (module, attribute, getattr(module, attribute), len(positions))
+        for name, module in modules.items()
+        for attributes in (("in_channels", "out_channels"), ("in_features", "out_features"))
+        for attribute, positions in zip(attributes, kept[name], strict=True)
+        if attribute in vars(module)
+    ]
+    try:
+        for module, attribute, _, width in told:
+            setattr(module, attribute, width)
+        yield
+    finally:
+        for module, attribute, width, _ in told:
+            setattr(module, attribute, width)
 
 
 @contextmanager

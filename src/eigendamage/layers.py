@@ -243,7 +243,8 @@ def transpose_grouped(weight: Tensor, groups: int) -> Tensor:
 
 def set_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
     """Give a layer (of one group) another weight ``[out, in, *kernel]`` and bias, of any number of inputs and outputs."""
-    trained = weight_of(module).requires_grad
+    assert isinstance(module.weight, Tensor)
+    trained = module.weight.requires_grad
     if _is_hugging_face_conv1d(module):
         module.nf, module.nx = weight.shape[0], weight.shape[1]  # type: ignore[assignment]
         weight = weight.T
@@ -272,29 +273,28 @@ def build_pointwise(module: nn.Module, weight: Tensor, bias: Tensor | None, *, s
     return _fill(built, weight.reshape(*weight.shape, *(1,) * n), bias)
 
 
-def build_along(module: nn.Module, kernels: Tensor, axis: int) -> nn.Module:
-    """A depthwise module that does what ``module`` does along one spatial axis, with kernels ``[channels, taps]``."""
+def build_along(module: nn.Module, weight: Tensor, bias: Tensor | None, axis: int, groups: int = 1) -> nn.Module:
+    """A module that does what ``module`` does along one spatial axis, with weight ``[out, in/groups, taps]``."""
     n = len(module.kernel_size)
 
     def only(values: Sequence[int], neutral: int) -> tuple[int, ...]:
         return tuple(value if i == axis else neutral for i, value in enumerate(values))
 
-    channels = len(kernels)
+    size = only(module.kernel_size, 1)
+    inputs, outputs = weight.shape[1] * groups, weight.shape[0]
     geometry: dict[str, Any] = {
         "stride": only(module.stride, 1),
         "padding": module.padding if isinstance(module.padding, str) else only(module.padding, 0),
         "dilation": only(module.dilation, 1),
         "padding_mode": module.padding_mode,
-        "groups": channels,
-        "bias": False,
+        "groups": groups,
+        "bias": bias is not None,
     }
-    size = only(module.kernel_size, 1)
-    weight = kernels.reshape(channels, 1, *size)
+    weight = weight.reshape(*weight.shape[:2], *size)
     if kind_of(module) == "conv":
-        return _fill(_new(CONVOLUTIONS[n], module, channels, channels, size, **geometry), weight, None)
+        return _fill(_new(CONVOLUTIONS[n], module, inputs, outputs, size, **geometry), weight, bias)
     geometry["output_padding"] = only(module.output_padding, 0)
-    built = _new(TRANSPOSED[n], module, channels, channels, size, **geometry)
-    return _fill(built, transpose_grouped(weight, channels), None)
+    return _fill(_new(TRANSPOSED[n], module, inputs, outputs, size, **geometry), transpose_grouped(weight, groups), bias)
 
 
 def _new(cls: type[nn.Module], like: nn.Module, *args: object, **kwargs: object) -> nn.Module:

@@ -81,12 +81,13 @@ def measure(
         first = next(data, None)
         if first is None:
             raise ValueError("batches: the loader is empty")
-        rehearsal = partial(run, model, _first_examples(first, REHEARSED))
+        few = _first_examples(first, REHEARSED, partial(run, model))
+        rehearsal = partial(run, model, few)
         whole = irreplaceable(model, rehearsal, candidates(model).keys() - reasons.keys())
         with layer_by_layer():
             coupled = coupling.trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
             with torch.no_grad():
-                macs = forward_macs(rehearsal) // min(REHEARSED, max(1, _batch_size(first)))
+                macs = forward_macs(rehearsal) // max(1, _batch_size(few))
         with layer_by_layer(), _Observers(model, needs, reasons) as observers:
             uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
             total = len(batches) if hasattr(batches, "__len__") and examples is None else None
@@ -169,9 +170,16 @@ def _detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
                 return
 
 
-def _first_examples(batch: Any, count: int) -> Any:
+def _first_examples(batch: Any, count: int, run: Callable[[Any], object]) -> Any:
+    """``count`` examples, or the whole batch where the model counts on its size."""
     size = _batch_size(batch)
-    return _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
+    few = _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
+    try:
+        with torch.no_grad():
+            run(few)
+    except Exception:  # the model's code may raise anything
+        return batch
+    return few
 
 
 def _batch_size(batch: Any) -> int:
@@ -374,7 +382,8 @@ class _Observers:
             if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in (*args, *kwargs.values())):
                 found.append(name)
 
-        self.handles += [observer.module.register_forward_pre_hook(partial(look, name)) for name, observer in self.by_name.items()]
+        for name, observer in self.by_name.items():
+            self.handles.append(observer.module.register_forward_pre_hook(partial(look, name), with_kwargs=True))
         again()
         return f"the first layer with inputs that are not finite is {found[0]}" if found else "the inputs of every layer are finite"
 

@@ -184,7 +184,7 @@ def _describe_channels(plan: Plan, name: str, choice: Choice, scores: Tensor | N
     choice.structure, choice.reason = "channels", ""
     choice.ranks = {"in": 1 if depthwise else len(kept.inputs), "out": len(kept.outputs)}
     if scores is not None:
-        choice.loss = float(scores.sum() - scores[kept.outputs].sum())
+        choice.loss = float(scores.index_fill(0, torch.tensor(kept.outputs), 0).sum())
 
 
 # --- given ranks: CP --------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Plan:
     @property
     def loss(self) -> float:
         """Predicted increase of the loss."""
-        return sum(choice.loss for choice in self.layers.values())
+        return sum((choice.loss for choice in self.layers.values()), 0.0)
 
     def __getitem__(self, name: str) -> Choice:
         if name not in self.layers:

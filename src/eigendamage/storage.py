@@ -26,7 +26,7 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 LAYERS = {cls.__name__: cls for cls in (*CONVOLUTIONS.values(), *TRANSPOSED.values(), nn.Linear, *NORMS, nn.PReLU)}
 
 # The names that layers give to the width of their input and of their output; "nx" and "nf" are Hugging Face's Conv1D.
-WIDTHS = [("in_channels", "out_channels"), ("in_features", "out_features"), ("nx", "nf")]
+WIDTHS: list[tuple[str, ...]] = [("in_channels", "out_channels"), ("in_features", "out_features"), ("nx", "nf")]
 WIDTHS += [("num_features", "num_features"), ("num_parameters", "num_parameters")]
 GEOMETRY = ("transposed", "kernel_size", "stride", "padding", "output_padding", "dilation", "padding_mode")
 
@@ -146,7 +146,7 @@ def _tree(name: str, recorded: dict[str, Spec]) -> Spec:
 
 def _replacement(name: str, old: nn.Module, tree: Spec, device: torch.device) -> nn.Module:
     try:
-        new = _build(tree, _classes(old), device)
+        new = _build(tree, _classes(old), device).train(old.training)
     except KeyError:  # a Sequential of the user's own holds modules that are not in the record
         new = None
     if new is None or not _fits(new, old):
@@ -154,7 +154,12 @@ def _replacement(name: str, old: nn.Module, tree: Spec, device: torch.device) ->
         raise ValueError(f"{name or 'the model'} is {was}, which does not become what the file has there, {tree}")
     if isinstance(new, nn.Sequential):
         describe_like(new, old)
-    return new.train(old.training)
+        vars(new).update(zip(_width_names(new), _widths(new), strict=False))  # earlier rounds may have removed channels
+    elif type(new) is type(old):
+        # The same layer, only smaller: whatever else in the model refers to it goes on doing so.
+        vars(old).update({key: value for key, value in vars(new).items() if key in ("_parameters", "_buffers") or key[0] != "_"})
+        return old
+    return new
 
 
 def _build(tree: Spec, classes: dict[str, type[nn.Module]], device: torch.device) -> nn.Module:
@@ -198,8 +203,12 @@ def _family(module: nn.Module) -> str | None:
 def _widths(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, nn.Sequential):
         return _widths(module[0])[0], _widths(module[-1])[1]
-    inputs, outputs = next(names for names in WIDTHS if hasattr(module, names[0]))
+    inputs, outputs = _width_names(module)
     return getattr(module, inputs), getattr(module, outputs)
+
+
+def _width_names(module: nn.Module) -> tuple[str, ...]:
+    return next((names for names in WIDTHS if hasattr(module, names[0])), ())
 
 
 # --- values -----------------------------------------------------------------------------------------------------------------

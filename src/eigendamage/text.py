@@ -7,7 +7,7 @@ import io
 from rich.console import Console, RenderableType
 
 
-def si(number: float) -> str:
+def si(number: int | float) -> str:
     """Three digits and a unit: 1234567 is ``1.23M``."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:

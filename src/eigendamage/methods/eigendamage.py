@@ -34,7 +34,9 @@ class Eigenbasis:
 
     def loss(self, inputs: Tensor, outputs: Tensor) -> float:
         """Predicted loss of keeping only these input and output directions."""
-        return float(self.importance.sum() - self.importance[outputs][:, inputs].sum()) / 2
+        gone = self.importance.clone()
+        gone[outputs[:, None], inputs] = 0
+        return float(gone.sum()) / 2
 
 
 def eigenbasis(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, basis: str) -> Eigenbasis:
