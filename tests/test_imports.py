@@ -33,6 +33,7 @@ ORDER = [
     "structures",
     "plans",
     "solver",
+    "budgets",
     "planning",
     "surgery",
     "refitting",

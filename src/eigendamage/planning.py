@@ -1,4 +1,4 @@
-"""From curvature to a plan: the paper's methods under one global ratio."""
+"""From curvature to a plan: the verb, and the paper's methods under one global ratio."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage import structures
+from eigendamage.budgets import at_equal_cost, best_plan
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
 from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
-from eigendamage.methods import Method, channel_scores, method_named
+from eigendamage.methods import METHODS, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
 from eigendamage.plans import Choice, Kept, Plan
 from eigendamage.selection import keep_by_percentile, keep_units
 
+LAST = "it is the last linear layer"
 LARGER = "it would hold more parameters than the dense layer"
 ALL_STAYS = "the method keeps all of it"
-LAST = "it is the last linear layer"
+LAST = LAST
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,9 @@ def plan(
     method: str | None = None,
     ratio: float | None = None,
     ranks: float | int | Mapping[str, int] | None = None,
+    macs: float | None = None,
+    params: float | None = None,
+    multiple: int = 1,
     cap: float = 0.95,
     basis: str = "channel",
     norm: str = "frobenius",
@@ -243,6 +248,10 @@ def plan(
         ratio: the paper's knob: the share of all channels or directions, over all layers in one list, that goes. For ``"cp"``
             the share of each layer's rank.
         ranks: for ``"cp"``: a multiple of each layer's rank (float), one rank for all (int), or ranks by layer name.
+        macs: a budget: this fraction of the dense model's multiply-accumulates. Without a method, the best structure for every
+            layer is found; with one, the smallest ratio at which the budget holds.
+        params: likewise for parameters. Both may be given.
+        multiple: under a budget without a method, ranks are multiples of this where they are as large.
         cap: at most this share of a layer's rows, and of its columns, goes; the best of the layer stay.
         basis: for EigenDamage: ``"channel"`` (section 4.5) or the full ``"patch"`` basis.
         norm: for EigenDamage-Depthwise: ``"frobenius"`` or ``"fisher"`` (the Mahalanobis norm of appendix B).
@@ -255,15 +264,18 @@ def plan(
     Raises:
         ValueError: for a method, ratio or layer that does not exist, and for a curvature of another model.
     """
-    if method is None:
-        raise ValueError("plan needs method=... with ratio=... (or ranks=... for cp)")
-    row = method_named(method)
     curvature.require_model(model)
-    default = "leave" if row.removes == "directions" else "list"
+    row = method_named(method) if method is not None else None
+    default = "leave" if row is None or row.removes == "directions" else "list"
     rules = Rules(cap, basis, norm, normalize, allow_larger, last_linear or default, frozenset(skipped_layers(model, skip)))
     _check(rules)
-    if (ratio is None) == (ranks is None):
-        raise ValueError("plan needs either ratio=... or, for cp, ranks=...")
+    budgets = {key: value for key, value in (("macs", macs), ("params", params)) if value is not None}
+    if sum((ratio is not None, ranks is not None, bool(budgets))) != 1:
+        raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=..., params=...)")
+    if budgets:
+        return _within(model, curvature, method, budgets, multiple, rules)
+    if row is None or method is None:
+        raise ValueError(f"method: ratio and ranks need one of {some(METHODS, 20)}")
     if ranks is not None:
         if row.removes != "rank":
             raise ValueError(f"ranks: only cp takes given ranks; {method!r} finds its own from ratio=...")
@@ -272,6 +284,25 @@ def plan(
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio: must be at least 0 and below 1; got {ratio}")
     return plan_at_ratio(model, curvature, method, ratio, rules)
+
+
+def _within(
+    model: nn.Module, curvature: Curvature, method: str | None, budgets: Mapping[str, float], multiple: int, rules: Rules
+) -> Plan:
+    for key, value in budgets.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"{key}: a budget is a fraction of the dense model, above 0 and at most 1; got {value}")
+    if multiple < 1:
+        raise ValueError(f"multiple: must be at least 1; got {multiple}")
+    layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
+    if all(value == 1 for value in budgets.values()):
+        return Plan(method or "best", layers)
+    if method is not None:
+        return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
+    curvature.require(("patches", "gradients"), "a budget")
+    if curvature.last_linear and rules.last_linear == "leave":
+        layers[curvature.last_linear].reason = layers[curvature.last_linear].reason or LAST
+    return best_plan(model, curvature, layers, budgets, multiple)
 
 
 def _check(rules: Rules) -> None:

@@ -1,0 +1,327 @@
+"""``python -m eigendamage.demo``: a small network on handwritten digits, pruned by two methods from one measurement."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import eigendamage as ed
+from eigendamage.finetune import finetune
+from eigendamage.plans import method_title
+from eigendamage.progress import track
+from eigendamage.text import si
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METHODS = ("kron-obd", "eigendamage")
+RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+LEARNING_RATE = 0.05
+
+# A loss of accuracy that a user would accept: the model to look at closely is the cheapest one within it.
+TOLERATED = 0.01
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Scikit-learn's 8×8 digits: two thirds to train on, one third to test."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    seed: int
+
+    def batches(self) -> DataLoader[tuple[Tensor, ...]]:
+        """The training set; every model that is trained on it sees the same batches in the same order."""
+        return DataLoader(TensorDataset(*self.train), 64, shuffle=True, generator=torch.Generator().manual_seed(self.seed))
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One model, dense (without a plan) or pruned, before and after fine-tuning."""
+
+    title: str
+    model: nn.Module
+    cost: ed.Cost
+    before: float
+    after: float
+    plan: ed.Plan | None = None
+    ratio: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m eigendamage.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where files go (default: ./demo)")
+    demo(parser.parse_args(arguments).out)
+
+
+def demo(
+    out: Path, *, ratios: Sequence[float] = RATIOS, epochs: int = 8, finetuning: int = 4, timings: int = 40, seed: int = 0
+) -> list[Result]:
+    """Train, measure, prune, fine-tune and compare; the dense model comes first in what is returned."""
+    _require_extras()
+    console = Console(highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    with _one_thread():
+        digits = load_digits(seed)
+        dense = _train(digits, epochs, console)
+        results = [dense, *_prune(dense.model, digits, ratios, finetuning, console)]
+        chosen, rival = choose(results)
+        console.print(_table(results, chosen, _seconds([result.model for result in results], digits.test[0], timings)))
+    assert chosen.plan is not None
+    print(f"\n{chosen.plan}\n")
+    console.print(_save(chosen.model, out / "pruned.safetensors", digits))
+    draw(results, chosen, rival, out / "demo.png")
+    console.print(f"The picture is {out / 'demo.png'}", soft_wrap=True)
+    return results
+
+
+def _require_extras() -> None:
+    try:
+        import matplotlib.pyplot
+        import sklearn.datasets  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f'The demo needs matplotlib and scikit-learn ({error}): pip install "eigendamage[demo]"') from None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More gain nothing on a network this small, and with one the results are the same whatever the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- train, prune, fine-tune ------------------------------------------------------------------------------------------------
+
+
+def load_digits(seed: int) -> Digits:
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=1 / 3, stratify=labels, random_state=seed)
+    train, test = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
+    mean, deviation = train.mean(), train.std()
+    train_labels, test_labels = (torch.tensor(part) for part in parts[2:])
+    return Digits(((train - mean) / deviation, train_labels), ((test - mean) / deviation, test_labels), seed)
+
+
+def network() -> nn.Module:
+    """Three convolutions with batch norm, and a linear layer."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, (inputs, outputs) in enumerate([(1, 32), (32, 64), (64, 64)], start=1):
+        layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        layers[f"norm{number}"] = nn.BatchNorm2d(outputs)
+        layers[f"relu{number}"] = nn.ReLU()
+        if number == 2:
+            layers["halve"] = nn.MaxPool2d(2)
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "linear": nn.Linear(64, 10)}
+    return nn.Sequential(layers)
+
+
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    images, labels = digits.test
+    model.eval()
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).double().mean())
+
+
+def _train(digits: Digits, epochs: int, console: Console) -> Result:
+    console.print(f"Training a small convolutional network on {len(digits.train[0])} digits, {epochs} epochs")
+    with torch.random.fork_rng():
+        torch.manual_seed(digits.seed)
+        model = network()
+    finetune(model, digits.batches(), epochs=epochs, learning_rate=LEARNING_RATE, schedule="cosine")
+    reached = accuracy(model, digits)
+    return Result("dense", model, ed.count(model, digits.test[0][:1]), reached, reached)
+
+
+def _prune(model: nn.Module, digits: Digits, ratios: Sequence[float], epochs: int, console: Console) -> list[Result]:
+    console.print("Measuring its curvature, once for all plans")
+    curvature = ed.measure(model, digits.batches(), methods=METHODS, seed=digits.seed)
+    plans = [(ratio, ed.plan(model, curvature, method=method, ratio=ratio)) for method in METHODS for ratio in ratios]
+    console.print(f"Pruning and fine-tuning it {len(plans)} times, {epochs} epochs each")
+    results = []
+    for ratio, plan in track(plans, "pruning and fine-tuning"):
+        small = ed.apply(model, plan, curvature)
+        before = accuracy(small, digits)
+        finetune(small, digits.batches(), epochs=epochs, learning_rate=LEARNING_RATE, schedule="cosine", progress=False)
+        cost = ed.count(small, digits.test[0][:1])
+        results.append(Result(method_title(plan.method), small, cost, before, accuracy(small, digits), plan, ratio))
+    return results
+
+
+def choose(results: Sequence[Result]) -> tuple[Result, Result]:
+    """The cheapest EigenDamage model within the tolerated loss of accuracy, or the best one; and its nearest rival in MACs."""
+    dense, ours, theirs = (
+        [result for result in results if (result.plan.method if result.plan else "") == method]
+        for method in ("", "eigendamage", "kron-obd")
+    )
+    good = [result for result in ours if result.after >= dense[0].after - TOLERATED]
+    chosen = min(good, key=lambda result: result.cost.macs) if good else max(ours, key=lambda result: result.after)
+    return chosen, min(theirs, key=lambda result: abs(result.cost.macs - chosen.cost.macs))
+
+
+def _save(model: nn.Module, path: Path, digits: Digits) -> str:
+    ed.save(model, path)
+    again = ed.load(network(), path).eval()
+    with torch.no_grad():
+        same = torch.equal(again(digits.test[0]), model.eval()(digits.test[0]))
+    outputs = "the same outputs" if same else "OTHER OUTPUTS"
+    return f"{path} ({si(path.stat().st_size)}B), loaded onto a new dense network, gives {outputs}"
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------------
+
+
+def interleaved(tasks: Sequence[Callable[[], object]], repetitions: int) -> list[list[float]]:
+    """Seconds of every repetition of each task, in turns, after one warm-up: what slows the machine down slows all of them."""
+    seconds: list[list[float]] = [[] for _ in tasks]
+    for repetition in range(repetitions + 1):
+        for task, of_task in zip(tasks, seconds, strict=True):
+            start = time.perf_counter()
+            task()
+            if repetition:
+                of_task.append(time.perf_counter() - start)
+    return seconds
+
+
+def _seconds(models: Sequence[nn.Module], images: Tensor, repetitions: int) -> list[float]:
+    """Median time of one forward pass of each model."""
+
+    def forward(model: nn.Module) -> Callable[[], Tensor]:
+        model.eval()
+        return lambda: model(images)
+
+    with torch.no_grad():
+        return [statistics.median(times) for times in interleaved([forward(model) for model in models], repetitions)]
+
+
+def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) -> Table:
+    dense = results[0]
+    table = Table(title="Dense against pruned, on the test digits", title_justify="left")
+    table.add_column("model")
+    for header in ("ratio", "pruned", "fine-tuned", "parameters", "MACs", "time"):
+        table.add_column(header, justify="right", no_wrap=True)
+    previous = dense
+    for result, time_taken in zip(results, seconds, strict=True):
+        if result.title != previous.title:
+            table.add_section()
+        table.add_row(
+            result.title,
+            f"{result.ratio:g}" if result.plan else "",
+            f"{result.before:.1%}" if result.plan else "",
+            f"{result.after:.1%}",
+            f"{si(result.cost.params)} {_share(result.cost.params, dense.cost.params)}",
+            f"{si(result.cost.macs)} {_share(result.cost.macs, dense.cost.macs)}",
+            f"{1e3 * time_taken:.1f} ms {_share(time_taken, seconds[0])}",
+            style="bold" if result is chosen else None,
+        )
+        previous = result
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:4.0%}"
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------------
+
+# Okabe and Ito's colours, which the colour-blind tell apart.
+COLOURS = {"eigendamage": "#0072B2", "kron-obd": "#D55E00"}
+INK, GREY, FAINT = "#222222", "#6B6B6B", "#E4E4E4"
+STYLE = {
+    "font.size": 12,
+    "text.color": INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
+
+
+def draw(results: Sequence[Result], chosen: Result, rival: Result, path: Path) -> None:
+    """Accuracy against cost on the left; on the right, what two models of about the same cost keep of each layer."""
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=[1.35, 1], layout="constrained")
+        figure.get_layout_engine().set(wspace=0.06, w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr]
+        _draw_accuracy(left, results, chosen)
+        _draw_layers(right, results[0], chosen, rival)
+        figure.savefig(path, dpi=200)
+        plt.close(figure)
+
+
+def _headline(axes: Axes, title: str, subtitle: str) -> None:
+    axes.set_title(f"{title}\n", loc="left", fontsize=14, fontweight="bold", linespacing=1.6)
+    axes.annotate(subtitle, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points", fontsize=11, color=GREY)
+
+
+def _draw_accuracy(axes: Axes, results: Sequence[Result], chosen: Result) -> None:
+    dense = results[0]
+    for method in METHODS:
+        own = sorted((r for r in results if r.plan and r.plan.method == method), key=lambda r: r.cost.macs)
+        share, colour = [r.cost.macs / dense.cost.macs for r in own], COLOURS[method]
+        axes.plot([*share, 1], [*(r.before for r in own), dense.before], "--", color=colour, linewidth=1.5, alpha=0.75)
+        axes.plot([*share, 1], [*(r.after for r in own), dense.after], "-", color=colour, linewidth=2.5)
+        axes.plot(share, [r.after for r in own], "o", color=colour, markersize=6)
+        axes.annotate(
+            own[0].title,
+            (share[0], own[0].after),
+            (0, -12),
+            textcoords="offset points",
+            color=colour,
+            fontweight="bold",
+            va="top",
+        )
+    axes.plot(1, dense.after, "D", color=INK, markersize=8, zorder=5, clip_on=False)
+    axes.annotate("dense", (1, dense.after), (0, -12), textcoords="offset points", ha="center", va="top", fontweight="bold")
+    axes.plot(chosen.cost.macs / dense.cost.macs, chosen.after, "o", markersize=13, fillstyle="none", color=INK)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.05), xlabel="remaining MACs", ylabel="test accuracy")
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.grid(color=FAINT)
+    axes.set_axisbelow(True)
+    title = f"{chosen.after:.1%} accuracy with {chosen.cost.macs / dense.cost.macs:.0%} of the MACs"
+    _headline(axes, title, f"dense: {dense.after:.1%}   ·   dashed: just pruned   ·   solid: fine-tuned")
+
+
+def _draw_layers(axes: Axes, dense: Result, chosen: Result, rival: Result) -> None:
+    height = 0.38
+    for result, offset in ((chosen, -height / 2), (rival, height / 2)):
+        assert result.plan is not None
+        layers = list(result.plan.layers.values())
+        shares = [layer.params / layer.shape.params for layer in layers]
+        bars = axes.barh([row + offset for row in range(len(layers))], shares, height * 0.92, color=COLOURS[result.plan.method])
+        axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=4, color=INK, fontsize=11)
+    names = [f"{name}\n{si(layer.shape.params)}" for name, layer in chosen.plan.layers.items()] if chosen.plan else []
+    axes.set_yticks(range(len(names)), names, color=INK, fontsize=11)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.12), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines["bottom"].set_visible(False)
+    macs = [f"{result.cost.macs / dense.cost.macs:.0%}" for result in (chosen, rival)]
+    _headline(axes, "Weights left in each layer", f"{chosen.title} at {macs[0]}, {rival.title} at {macs[1]} of the MACs")
+
+
+if __name__ == "__main__":
+    main()
