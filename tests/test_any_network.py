@@ -464,6 +464,10 @@ def measured(model: nn.Module, *batches: Tensor) -> ed.Curvature:
     return ed.measure(model, [(inputs, None) for inputs in batches], methods=["eigendamage", "kron-obd"], progress=False)
 
 
+def changed(small: nn.Module, model: nn.Module) -> bool:
+    return [parameter.shape for parameter in small.parameters()] != [parameter.shape for parameter in model.parameters()]
+
+
 def pruned(model: nn.Module, inputs: Tensor, method: str = "eigendamage") -> nn.Module:
     curvature = measured(model, inputs)
     return ed.apply(model, ed.plan(model, curvature, method=method, ratio=0.5, allow_larger=True), curvature)
@@ -499,9 +503,7 @@ def test_frozen_parameters_stay_frozen(weight: bool, bias: bool, method: str) ->
         layer.bias.requires_grad_(bias)
     small = pruned(model, VECTORS, method)
     trained = {name: parameter.requires_grad for name, parameter in small.named_parameters()}
-    assert len(trained) > 0 and any(
-        parameter.shape != before.shape for parameter, before in zip(small.parameters(), model.parameters(), strict=False)
-    )
+    assert changed(small, model)
     for name, flag in trained.items():
         frozen_layer = name.split(".")[0] in ("0", "5")
         assert flag == (not frozen_layer or (bias if name.endswith("bias") else weight)), name
@@ -520,17 +522,16 @@ def test_a_weight_in_the_middle_of_being_trained_is_copied(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "message"),
+    ("model", "message"),
     [
-        (nn.Sequential(nn.Flatten(), nn.ReLU()), ValueError, "the model has no layer that can be compressed"),
-        (nn.LSTM(8, 8), ValueError, "the model has no layer that can be compressed: no convolution or linear layer"),
-        (lazy(), ValueError, "0.weight has no shape yet: run one batch through the model first"),
-        (nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d()), ValueError, "1.weight has no shape yet"),
-        (len, TypeError, "model must be a torch.nn.Module"),
+        (nn.Sequential(nn.Flatten(), nn.ReLU()), "the model has no layer that can be compressed"),
+        (nn.LSTM(8, 8), "the model has no layer that can be compressed: no convolution or linear layer"),
+        (lazy(), "0.weight has no shape yet: run one batch through the model first"),
+        (nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d()), "1.weight has no shape yet"),
     ],
 )
-def test_a_model_that_cannot_be_measured_is_a_clear_error(model: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_model_that_cannot_be_measured_is_a_clear_error(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         measured(model, VECTORS)
 
 
@@ -547,7 +548,7 @@ def test_a_scripted_model_is_a_clear_error() -> None:
 def small(request: pytest.FixtureRequest) -> nn.Module:
     model = NETWORKS["audio"].model
     small = pruned(model, SOUNDS, request.param)
-    assert any(a.shape != b.shape for a, b in zip(small.parameters(), model.parameters(), strict=False))
+    assert changed(small, model)
     return small
 
 
@@ -557,6 +558,7 @@ def test_it_is_exported(small: nn.Module) -> None:
 
 
 def test_it_is_compiled(small: nn.Module) -> None:
+    torch.compiler.reset()  # other tests compile too, and the compiler gives up after so many
     torch.testing.assert_close(torch.compile(small, backend="eager", fullgraph=True)(SOUNDS), small(SOUNDS))
 
 
@@ -565,6 +567,8 @@ def test_it_is_scripted(small: nn.Module) -> None:
     torch.testing.assert_close(torch.jit.script(small)(SOUNDS), small(SOUNDS))
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.* are deprecated:UserWarning")
 def test_it_is_quantised(small: nn.Module) -> None:
     quantised = torch.ao.quantization.quantize_dynamic(small, {nn.Linear}, dtype=torch.qint8)
     assert "DynamicQuantizedLinear" in str(quantised)

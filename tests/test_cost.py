@@ -38,6 +38,13 @@ def test_tied_weights_count_once() -> None:
     assert count(nn.Sequential(first, second), torch.randn(1, 4)) == Cost(16, 32)
 
 
+def test_attention_counts_however_torch_computes_it() -> None:
+    length, width, inner = 7, 4, 6
+    layer = nn.TransformerEncoderLayer(width, 2, inner, batch_first=True)
+    projections, products = 4 * width * width * length, 2 * width * length * length
+    assert count(layer, torch.randn(1, length, width)).macs == projections + products + 2 * width * inner * length
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()

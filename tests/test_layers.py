@@ -103,16 +103,17 @@ def test_set_weight_can_leave_out_inputs_and_outputs(drawn: tuple[nn.Module, Ten
 
 @given(layers(["conv", "transposed"]))
 def test_one_dimensional_stages_make_a_separable_layer(drawn: tuple[nn.Module, Tensor]) -> None:
-    """A depthwise kernel that is an outer product is its factors one after the other, where borders allow the exchange."""
+    """A depthwise kernel that is an outer product is its factors one after the other."""
     module, inputs = drawn
-    channels, n = weight_of(module).shape[1], len(module.kernel_size)
+    channels = weight_of(module).shape[1]
     kernels = [torch.randn(channels, size, dtype=torch.float64) for size in module.kernel_size]
     product = kernels[0]
     for kernel in kernels[1:]:
         product = torch.einsum("c...,ck->c...k", product, kernel)
     whole = build_like(module, product.unsqueeze(1), None, groups=channels)
-    stages = nn.Sequential(*(build_along(module, kernel, axis) for axis, kernel in enumerate(kernels)))
-    assert len(stages) == n
+    stages = nn.Sequential(
+        *(build_along(module, kernel.unsqueeze(1), None, axis, channels) for axis, kernel in enumerate(kernels))
+    )
     torch.testing.assert_close(stages(inputs), whole(inputs))
 
 

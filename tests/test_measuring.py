@@ -267,7 +267,7 @@ def test_the_exact_fisher_is_nearer_to_diagonal_in_the_eigenbasis() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(digits / 16), targets).backward()
         optimizer.step()
-    inputs = digits[:100] / 16
+    inputs = digits[:200] / 16
     layer = measure(model, [(inputs, None)], methods=["eigendamage"])["2"]
     exact = exact_fisher(model, model[2], inputs)
     basis = torch.kron(layer.eigen_gradients[1], layer.eigen_channels[1])
@@ -415,6 +415,23 @@ def test_a_loss_of_the_users_own(loss, labels: str) -> None:
     data = inputs, torch.randn(len(inputs), 2, dtype=torch.float64)
     curvature = measure(model, [data], methods=["c-obd", "kron-obd"], labels=labels, loss=loss)
     check_against_autograd(curvature, model, data, lambda *pair: half_square(*pair).sum())
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs * self.weight, targets, reduction="none")
+
+
+def test_a_loss_with_weights_of_its_own_is_left_as_it_was() -> None:
+    model, loss, data = mlp(3, 5, 4), Weighted(), vectors()
+    curvature = measure(model, [data], methods=["c-obd", "kron-obd"], loss=loss)
+    assert loss.weight.grad is None
+    assert loss.weight.requires_grad
+    check_against_autograd(curvature, model, data, lambda *pair: loss(*pair).sum())
 
 
 def test_segmentation_sums_over_the_pixels_of_an_example() -> None:

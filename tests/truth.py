@@ -48,7 +48,8 @@ def channel_form(layer: nn.Module, over_patches: Tensor) -> Tensor:
 
 def weight_gradients(layer: nn.Module, losses: list[Tensor]) -> Tensor:
     """The gradient of each loss with respect to the layer's weight: ``[losses, *weight.shape]``."""
-    return torch.stack([torch.autograd.grad(loss, layer.weight, retain_graph=True)[0] for loss in losses])
+    one_each = torch.eye(len(losses), dtype=losses[0].dtype)
+    return torch.autograd.grad(torch.stack(losses), layer.weight, one_each, is_grads_batched=True)[0]
 
 
 def fisher_block(gradients: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eigendamage.passes import evaluating, layer_by_layer
@@ -28,7 +29,8 @@ def parameters(model: nn.Module) -> int:
 def forward_macs(run: Callable[[], object]) -> int:
     """Multiply-accumulates of convolutions and matrix products in ``run()``."""
     counter = FlopCounterMode(display=False)
-    with counter, warnings.catch_warnings():
+    # Of torch's kernels for attention the counter knows only some, and not the one for CPUs.
+    with counter, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # The counter's own hooks, and compiled models are run as they are written.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         run()

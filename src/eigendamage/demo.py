@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import time
 from collections import OrderedDict
@@ -10,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -23,9 +25,6 @@ from eigendamage.finetune import finetune
 from eigendamage.plans import method_title
 from eigendamage.progress import track
 from eigendamage.text import si
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METHODS = ("kron-obd", "eigendamage")
 RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def demo(
-    out: Path, *, ratios: Sequence[float] = RATIOS, epochs: int = 8, finetuning: int = 4, timings: int = 40, seed: int = 0
+    out: Path, *, ratios: Sequence[float] = RATIOS, epochs: int = 8, finetuning: int = 4, timings: int = 200, seed: int = 0
 ) -> list[Result]:
     """Train, measure, prune, fine-tune and compare; the dense model comes first in what is returned."""
     _require_extras()
@@ -79,7 +78,7 @@ def demo(
         dense = _train(digits, epochs, console)
         results = [dense, *_prune(dense.model, digits, ratios, finetuning, console)]
         chosen, rival = choose(results)
-        console.print(_table(results, chosen, _seconds([result.model for result in results], digits.test[0], timings)))
+        console.print(_table(results, chosen, _seconds([result.model for result in results], digits.test[0][:1], timings)))
     assert chosen.plan is not None
     print(f"\n{chosen.plan}\n")
     console.print(_save(chosen.model, out / "pruned.safetensors", digits))
@@ -89,11 +88,11 @@ def demo(
 
 
 def _require_extras() -> None:
-    try:
-        import matplotlib.pyplot
-        import sklearn.datasets  # noqa: F401
-    except ImportError as error:
-        raise SystemExit(f'The demo needs matplotlib and scikit-learn ({error}): pip install "eigendamage[demo]"') from None
+    for package, name in (("matplotlib", "matplotlib"), ("sklearn", "scikit-learn")):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise SystemExit(f'The demo needs {name} ({error}). Install it with: pip install "eigendamage[demo]"') from None
 
 
 @contextmanager
@@ -215,8 +214,14 @@ def _seconds(models: Sequence[nn.Module], images: Tensor, repetitions: int) -> l
 
 def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) -> Table:
     dense = results[0]
-    table = Table(title="Dense against pruned, on the test digits", title_justify="left")
-    table.add_column("model")
+    table = Table(
+        title="Dense against pruned: accuracy on the test digits, time for one of them",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+    )
+    table.add_column("model", no_wrap=True)
     for header in ("ratio", "pruned", "fine-tuned", "parameters", "MACs", "time"):
         table.add_column(header, justify="right", no_wrap=True)
     previous = dense
@@ -230,14 +235,14 @@ def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) 
             f"{result.after:.1%}",
             f"{si(result.cost.params)} {_share(result.cost.params, dense.cost.params)}",
             f"{si(result.cost.macs)} {_share(result.cost.macs, dense.cost.macs)}",
-            f"{1e3 * time_taken:.1f} ms {_share(time_taken, seconds[0])}",
+            f"{1e3 * time_taken:.2f} ms {_share(time_taken, seconds[0])}",
             style="bold" if result is chosen else None,
         )
         previous = result
     return table
 
 
-def _share(part: float, whole: float) -> str:
+def _share(part: int | float, whole: int | float) -> str:
     return f"{part / whole:4.0%}"
 
 
@@ -245,10 +250,11 @@ def _share(part: float, whole: float) -> str:
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
 COLOURS = {"eigendamage": "#0072B2", "kron-obd": "#D55E00"}
-INK, GREY, FAINT = "#222222", "#6B6B6B", "#E4E4E4"
-STYLE = {
+INK, GREY, FAINT = "#222222", "#666666", "#E4E4E4"
+STYLE: dict[Any, Any] = {
     "font.size": 12,
     "text.color": INK,
+    "axes.axisbelow": True,
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -257,70 +263,83 @@ STYLE = {
     "ytick.color": GREY,
 }
 
+# matplotlib is optional, so that its names cannot stand in signatures.
+Axes = Any
+
 
 def draw(results: Sequence[Result], chosen: Result, rival: Result, path: Path) -> None:
     """Accuracy against cost on the left; on the right, what two models of about the same cost keep of each layer."""
     import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=[1.35, 1], layout="constrained")
-        figure.get_layout_engine().set(wspace=0.06, w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.08)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=[1.35, 1], layout=layout)
         _draw_accuracy(left, results, chosen)
         _draw_layers(right, results[0], chosen, rival)
         figure.savefig(path, dpi=200)
         plt.close(figure)
 
 
-def _headline(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(f"{title}\n", loc="left", fontsize=14, fontweight="bold", linespacing=1.6)
-    axes.annotate(subtitle, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points", fontsize=11, color=GREY)
-
-
 def _draw_accuracy(axes: Axes, results: Sequence[Result], chosen: Result) -> None:
     dense = results[0]
-    for method in METHODS:
+    for method, colour in COLOURS.items():
         own = sorted((r for r in results if r.plan and r.plan.method == method), key=lambda r: r.cost.macs)
-        share, colour = [r.cost.macs / dense.cost.macs for r in own], COLOURS[method]
-        axes.plot([*share, 1], [*(r.before for r in own), dense.before], "--", color=colour, linewidth=1.5, alpha=0.75)
-        axes.plot([*share, 1], [*(r.after for r in own), dense.after], "-", color=colour, linewidth=2.5)
-        axes.plot(share, [r.after for r in own], "o", color=colour, markersize=6)
-        axes.annotate(
-            own[0].title,
-            (share[0], own[0].after),
-            (0, -12),
-            textcoords="offset points",
-            color=colour,
-            fontweight="bold",
-            va="top",
-        )
-    axes.plot(1, dense.after, "D", color=INK, markersize=8, zorder=5, clip_on=False)
-    axes.annotate("dense", (1, dense.after), (0, -12), textcoords="offset points", ha="center", va="top", fontweight="bold")
+        shares = [r.cost.macs / dense.cost.macs for r in own]
+        axes.plot([*shares, 1], [r.before for r in (*own, dense)], "--", color=colour, linewidth=1.5)
+        axes.plot([*shares, 1], [r.after for r in (*own, dense)], "-", color=colour, linewidth=2.5)
+        axes.plot(shares, [r.after for r in own], "o", color=colour, markersize=6)
+        below = {"xytext": (0, -12), "textcoords": "offset points", "va": "top"}
+        axes.annotate(own[0].title, (shares[0], own[0].after), color=colour, fontweight="bold", **below)
+    axes.plot(1, dense.after, "D", color=INK, markersize=8, zorder=5)
+    axes.annotate("dense", (1, dense.after), (0, 10), textcoords="offset points", ha="center", fontweight="bold")
     axes.plot(chosen.cost.macs / dense.cost.macs, chosen.after, "o", markersize=13, fillstyle="none", color=INK)
-    axes.set(xlim=(0, 1.02), ylim=(0, 1.05), xlabel="remaining MACs", ylabel="test accuracy")
+    axes.set(xlim=(0, 1.04), ylim=(0, 1.1), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1], xlabel="remaining MACs", ylabel="test accuracy")
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(color=FAINT)
-    axes.set_axisbelow(True)
     title = f"{chosen.after:.1%} accuracy with {chosen.cost.macs / dense.cost.macs:.0%} of the MACs"
-    _headline(axes, title, f"dense: {dense.after:.1%}   ·   dashed: just pruned   ·   solid: fine-tuned")
+    _headline(axes, title, (f"dense: {dense.after:.1%}   ·   dashed: just pruned   ·   solid: fine-tuned", GREY))
 
 
 def _draw_layers(axes: Axes, dense: Result, chosen: Result, rival: Result) -> None:
     height = 0.38
+    words = []
     for result, offset in ((chosen, -height / 2), (rival, height / 2)):
         assert result.plan is not None
-        layers = list(result.plan.layers.values())
-        shares = [layer.params / layer.shape.params for layer in layers]
-        bars = axes.barh([row + offset for row in range(len(layers))], shares, height * 0.92, color=COLOURS[result.plan.method])
+        colour = COLOURS[result.plan.method]
+        shares = [layer.params / layer.shape.params for layer in result.plan.layers.values()]
+        bars = axes.barh([row + offset for row in range(len(shares))], shares, 0.92 * height, color=colour)
         axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=4, color=INK, fontsize=11)
-    names = [f"{name}\n{si(layer.shape.params)}" for name, layer in chosen.plan.layers.items()] if chosen.plan else []
+        words += [(f"{result.title} at {result.cost.macs / dense.cost.macs:.0%}", colour), (", ", GREY)]
+        names = [f"{name}\n{si(layer.shape.params)}" for name, layer in result.plan.layers.items()]
     axes.set_yticks(range(len(names)), names, color=INK, fontsize=11)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.12), xticks=[])
     axes.tick_params(length=0)
     axes.spines["bottom"].set_visible(False)
-    macs = [f"{result.cost.macs / dense.cost.macs:.0%}" for result in (chosen, rival)]
-    _headline(axes, "Weights left in each layer", f"{chosen.title} at {macs[0]}, {rival.title} at {macs[1]} of the MACs")
+    _headline(axes, "Weights left in each layer", *words[:-1], (" of the MACs", GREY))
+
+
+def _headline(axes: Axes, title: str, *subtitle: tuple[str, str]) -> None:
+    """A title at the left with a line of coloured text below it."""
+    axes.set_title(f"{title}\n", loc="left", fontsize=14, fontweight="bold", linespacing=1.6)
+    where: Any = axes.transAxes
+    at, shift = (0, 1), (0, 10)
+    for text, colour in subtitle:
+        weight = "normal" if colour == GREY else "bold"
+        where = axes.annotate(
+            text,
+            at,
+            shift,
+            xycoords=where,
+            textcoords="offset points",
+            fontsize=11,
+            color=colour,
+            fontweight=weight,
+            va="bottom",
+        )
+        at, shift = (1, 0), (0, 0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eigendamage import coupling
+from eigendamage.batches import Forward, batch_size, detached, first_examples, outputs_of, targets_of
 from eigendamage.cost import forward_macs
 from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
@@ -41,7 +42,7 @@ def measure(
     labels: str = "sampled",
     task: str = "classification",
     loss: Loss | None = None,
-    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    forward: Forward | None = None,
     skip: Skip = (),
     examples: int | None = None,
     autocast: torch.dtype | None = None,
@@ -75,19 +76,19 @@ def measure(
     reasons = reasons_to_stay(model, skip)
     if not candidates(model).keys() - reasons.keys():
         raise ValueError(f"the model has no layer that can be compressed: {_listed(reasons) or 'no convolution or linear layer'}")
-    run = partial(_outputs, forward=forward, autocast=autocast, device=next(model.parameters()).device)
-    data = _detached(batches, examples)
-    with _as_found(model):
+    run = partial(outputs_of, forward=forward, autocast=autocast)
+    data = detached(batches, examples)
+    with _as_found(model, loss):
         first = next(data, None)
         if first is None:
             raise ValueError("batches: the loader is empty")
-        few = _first_examples(first, REHEARSED, partial(run, model))
+        few = first_examples(first, REHEARSED, partial(run, model))
         rehearsal = partial(run, model, few)
         whole = irreplaceable(model, rehearsal, candidates(model).keys() - reasons.keys())
         with layer_by_layer():
             coupled = coupling.trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
             with torch.no_grad():
-                macs = forward_macs(rehearsal) // max(1, _batch_size(few))
+                macs = forward_macs(rehearsal) // max(1, batch_size(few))
         with layer_by_layer(), _Observers(model, needs, reasons) as observers:
             uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
             total = len(batches) if hasattr(batches, "__len__") and examples is None else None
@@ -95,7 +96,7 @@ def measure(
                 with torch.enable_grad():
                     outputs = run(model, batch)
                     observers.check_finite(outputs, partial(run, model, batch))
-                    summed = summed_loss(outputs, _targets(batch), labels, task, loss, uniforms)
+                    summed = summed_loss(outputs, targets_of(batch), labels, task, loss, uniforms)
                 observers.backward(summed, len(outputs))
         return observers.curvature(coupled, needs, macs, whole)
 
@@ -118,92 +119,14 @@ def _skipped(reasons: Mapping[str, str]) -> list[str]:
     return [name for name, reason in reasons.items() if reason == "skipped on request"]
 
 
-# --- running the model ------------------------------------------------------------------------------------------------------
-
-
-def _outputs(
-    model: nn.Module,
-    batch: Any,
-    forward: Callable[[nn.Module, Any], Tensor] | None,
-    autocast: torch.dtype | None,
-    device: torch.device,
-) -> Tensor:
-    context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    with context:
-        outputs = forward(model, batch) if forward else model(_inputs(batch, device))
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor):
-        raise TypeError(
-            f"the model returned {type(outputs).__name__}, not a tensor; "
-            "pass forward=lambda model, batch: ... that returns the logits"
-        )
-    return outputs
-
-
-def _inputs(batch: Any, device: torch.device) -> Any:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise TypeError(
-            f"batches: each must be a pair (inputs, targets); got {type(batch).__name__}. "
-            "For anything else pass forward=lambda model, batch: logits"
-        )
-    inputs = batch[0]
-    if isinstance(inputs, Tensor) and inputs.device != device:
-        raise ValueError(f"batches: the inputs are on {inputs.device}, the model is on {device}; move one to the other")
-    return inputs
-
-
-def _targets(batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return batch.get("labels")
-    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-
-
-def _detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
-    """The batches without autograd history, the last one cut so that no more than ``examples`` pass."""
-    left = examples
-    for batch in batches:
-        size = _batch_size(batch)
-        yield _map(batch, lambda t, size=size, left=left: t[:left] if left is not None and len(t) == size else t)
-        if left is not None:
-            left -= size
-            if left <= 0:
-                return
-
-
-def _first_examples(batch: Any, count: int, run: Callable[[Any], object]) -> Any:
-    """``count`` examples, or the whole batch where the model counts on its size."""
-    size = _batch_size(batch)
-    few = _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
-    try:
-        with torch.no_grad():
-            run(few)
-    except Exception:  # the model's code may raise anything
-        return batch
-    return few
-
-
-def _batch_size(batch: Any) -> int:
-    """Length of the first tensor with a batch dimension."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return next((size for part in parts if (size := _batch_size(part))), 0)
-
-
-def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch.detach()) if batch.dim() else batch.detach()
-    if isinstance(batch, Mapping):
-        return {key: _map(value, change) for key, value in batch.items()}
-    if type(batch) in (tuple, list):
-        return type(batch)(_map(value, change) for value in batch)
-    return batch
+# --- leaving no trace -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
+def _as_found(model: nn.Module, loss: Loss | None) -> Iterator[None]:
     """Eval mode and frozen weights inside; modes, flags, buffers and the random state as before afterwards, whatever happens."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modules = [model, loss] if isinstance(loss, nn.Module) else [model]  # a loss may have weights of its own
+    flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     with evaluating(model):
         try:
             for parameter, _ in flags:

@@ -23,7 +23,6 @@ from eigendamage.selection import keep_by_percentile, keep_units
 LAST = "it is the last linear layer"
 LARGER = "it would hold more parameters than the dense layer"
 ALL_STAYS = "the method keeps all of it"
-LAST = LAST
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eigendamage import structures
+from eigendamage.batches import Forward
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
 from eigendamage.layers import bias_of, candidates, deep_copy, describe_like, kind_of, set_weight, shape_of, some, weight_of
 from eigendamage.methods import METHODS
 from eigendamage.methods.obs import compensated
 from eigendamage.plans import Choice, Kept, Plan
+from eigendamage.refitting import refit as refitted
 
 
-def apply(model: nn.Module, plan: Plan, curvature: Curvature) -> nn.Module:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    curvature: Curvature,
+    *,
+    refit: Iterable[Any] | None = None,
+    forward: Forward | None = None,
+) -> nn.Module:
     """A smaller copy of ``model``; the model itself stays untouched.
+
+    Args:
+        model: the one that was measured.
+        plan: what its layers become.
+        curvature: what was measured.
+        refit: batches on which the compressed layers and batch norm are fitted again; labels are not used.
+        forward: as in `measure`, for these batches.
 
     Raises:
         ValueError: for a plan or curvature of another model, ranks out of range, or channels that coupled layers keep
@@ -39,12 +56,12 @@ def apply(model: nn.Module, plan: Plan, curvature: Curvature) -> nn.Module:
                 assert bottleneck is not None and isinstance(new, nn.Sequential)
                 layer, new = bottleneck, structures.merge(bottleneck, new)
             small = _replaced(small, layer, new)
-    return small
+    return small if refit is None else refitted(model, small, plan, curvature, refit, forward, _replaced)
 
 
 def _replaced(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """``model`` with ``new`` wherever ``old`` stands; a module may stand in several places."""
-    new.requires_grad_(next(old.parameters()).requires_grad)
+    new.train(old.training).requires_grad_(next(old.parameters()).requires_grad)
     before, after = (bias_of(list(module.modules())[-1]) for module in (old, new))  # on the layer itself or on its last stage
     if before is not None and after is not None:
         after.requires_grad_(before.requires_grad)

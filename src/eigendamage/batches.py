@@ -1,0 +1,95 @@
+"""Batches in whatever form a loader gives them, and the model's outputs for one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Forward = Callable[[nn.Module, Any], Tensor]
+
+
+def outputs_of(
+    model: nn.Module,
+    batch: Any,
+    forward: Forward | None = None,
+    autocast: torch.dtype | None = None,
+) -> Tensor:
+    """What the model makes of one batch.
+
+    Raises TypeError for a batch or an output that is no tensor, ValueError for inputs on another device.
+    """
+    device = next(model.parameters()).device
+    context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    with context:
+        outputs = forward(model, batch) if forward else model(_inputs(batch, device))
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model returned {type(outputs).__name__}, not a tensor; "
+            "pass forward=lambda model, batch: ... that returns the logits"
+        )
+    return outputs
+
+
+def _inputs(batch: Any, device: torch.device) -> Any:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(
+            f"batches: each must be a pair (inputs, targets); got {type(batch).__name__}. "
+            "For anything else pass forward=lambda model, batch: logits"
+        )
+    inputs = batch[0]
+    if isinstance(inputs, Tensor) and inputs.device != device:
+        raise ValueError(f"batches: the inputs are on {inputs.device}, the model is on {device}; move one to the other")
+    return inputs
+
+
+def targets_of(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
+def detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
+    """The batches without autograd history, the last one cut so that no more than ``examples`` pass."""
+    left = examples
+    for batch in batches:
+        size = batch_size(batch)
+        yield _map(batch, lambda t, size=size, left=left: t[:left] if left is not None and len(t) == size else t)
+        if left is not None:
+            left -= size
+            if left <= 0:
+                return
+
+
+def first_examples(batch: Any, count: int, run: Callable[[Any], object]) -> Any:
+    """``count`` examples, or the whole batch where the model counts on its size."""
+    size = batch_size(batch)
+    few = _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
+    try:
+        with torch.no_grad():
+            run(few)
+    except Exception:  # the model's code may raise anything
+        return batch
+    return few
+
+
+def batch_size(batch: Any) -> int:
+    """Length of the first tensor with a batch dimension."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((size for part in parts if (size := batch_size(part))), 0)
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch.detach()) if batch.dim() else batch.detach()
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change) for key, value in batch.items()}
+    if type(batch) in (tuple, list):
+        return type(batch)(_map(value, change) for value in batch)
+    return batch
