@@ -56,7 +56,9 @@ def top(scores: Tensor, count: int) -> list[int]:
 def projected(module: nn.Module, layer: LayerCurvature, ranks: dict[str, int], basis: str) -> Tensor:
     """Q_S Q_Sᵀ W Q_A Q_Aᵀ at each kernel position, with the directions of the largest losses under the dense F."""
     weight = weight_of(module).detach()
-    matrix = weight.flatten(1).unsqueeze(2) if basis == "patch" else weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
+    matrix = (
+        weight.flatten(1).unsqueeze(2) if basis == "patch" else weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
+    )
     a = layer.patch_form if basis == "patch" else layer.channel_form
     values, outputs = torch.linalg.eigh(layer.gradients)
     input_values, inputs = torch.linalg.eigh(a)
@@ -77,7 +79,9 @@ def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
     return module
 
 
-def measured(model: nn.Module, inputs: Tensor, methods: Sequence[str] = ("kron-obd", "eigendamage"), **arguments: Any) -> Curvature:
+def measured(
+    model: nn.Module, inputs: Tensor, methods: Sequence[str] = ("kron-obd", "eigendamage"), **arguments: Any
+) -> Curvature:
     """The curvature of a model whose outputs are those of a regression, whatever their shape."""
     arguments = {"forward": lambda model, batch: flat(model(batch[0])), "task": "regression", "progress": False, **arguments}
     return ed.measure(model, [(inputs, None)], methods=methods, **arguments)

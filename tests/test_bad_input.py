@@ -124,7 +124,11 @@ def test_ranks_that_do_not_exist(ranks: object, parts: list[str]) -> None:
 def test_statistics_that_were_not_collected(collected: str, wanted: str, missing: str) -> None:
     model, inputs = convnet()
     curvature = measured(model, inputs, [collected])
-    refused(lambda: ed.plan(model, curvature, method=wanted, ratio=0.5), f"method {wanted!r} needs {missing}", "measure(..., methods=[...])")
+    refused(
+        lambda: ed.plan(model, curvature, method=wanted, ratio=0.5),
+        f"method {wanted!r} needs {missing}",
+        "measure(..., methods=[...])",
+    )
 
 
 def test_a_basis_whose_statistics_were_not_collected() -> None:
@@ -136,7 +140,9 @@ def test_a_basis_whose_statistics_were_not_collected() -> None:
 def test_a_coupling_that_was_not_traced() -> None:
     model, curvature = case()
     untraced = replace(curvature, coupling=None)
-    refused(lambda: ed.plan(model, untraced, method="kron-obd", ratio=0.5), "'kron-obd'", "coupling", "measure(..., methods=[...])")
+    refused(
+        lambda: ed.plan(model, untraced, method="kron-obd", ratio=0.5), "'kron-obd'", "coupling", "measure(..., methods=[...])"
+    )
     refused(lambda: ed.apply(model, plan(method="kron-obd", ratio=0.5), untraced), "coupling")
 
 
@@ -200,7 +206,10 @@ def test_a_plan_of_another_model(name: str, method: str) -> None:
         (lambda p: p["3"].ranks.update({"in": 0}), ["3: rank 'in' of bottleneck", "from 1 to 8; got 0"]),
         (lambda p: p["3"].ranks.pop("in"), ["3: bottleneck takes the ranks ['in', 'out']; got ['out']"]),
         (lambda p: setattr(p["3"], "structure", "dense"), ["3: dense takes the ranks []; got ['in', 'out']"]),
-        (lambda p: setattr(p["3"], "structure", "thin"), ["3: structure 'thin' is unknown; there are dense, channels, bottleneck"]),
+        (
+            lambda p: setattr(p["3"], "structure", "thin"),
+            ["3: structure 'thin' is unknown; there are dense, channels, bottleneck"],
+        ),
         (lambda p: setattr(p["3"], "structure", "channels"), ["3: becomes channels, but the plan does not say which stay"]),
         (lambda p: setattr(p["3"], "structure", "merged"), ["3: cannot become merged: it is not the core of a bottleneck"]),
         (lambda p: p.kept.update({"6": Kept([0], [0])}), ["it keeps channels of '6'", "channels go in 0, 1, 3, 4, 8, 10"]),
@@ -214,13 +223,19 @@ def test_an_edited_rank_or_structure_that_does_not_fit(edit: Edit, parts: list[s
     ("edit", "parts"),
     [
         (lambda p: p.kept["3"].outputs.pop(), ["3: its ranks are", "but plan.kept lists"]),
-        (lambda p: (p.kept["4"].outputs.pop(), p.kept["4"].inputs.pop()), ["4: channel", "goes, but 3 channel", "coupled with it"]),
+        (
+            lambda p: (p.kept["4"].outputs.pop(), p.kept["4"].inputs.pop()),
+            ["4: channel", "goes, but 3 channel", "coupled with it"],
+        ),
         (lambda p: p.kept.pop("4"), ["4: channel", "stays, but 3 channel", "coupled with it"]),
         (lambda p: p.kept["1"].outputs.reverse(), ["1: kept channels must be ascending indices from 0 to 7"]),
         (lambda p: p.kept["1"].outputs.append(8), ["1: kept channels must be ascending indices from 0 to 7"]),
         (lambda p: p.kept["1"].inputs.clear(), ["1: kept channels must be ascending indices from 0 to 7, at least one"]),
         (lambda p: (p.kept["10"].outputs.pop(), p["10"].ranks.update({"out": 4})), ["10: channel 4 goes, but the model"]),
-        (lambda p: (setattr(p["3"], "structure", "dense"), p["3"].ranks.clear()), ["3: plan.kept lists", "must become channels", "has dense"]),
+        (
+            lambda p: (setattr(p["3"], "structure", "dense"), p["3"].ranks.clear()),
+            ["3: plan.kept lists", "must become channels", "has dense"],
+        ),
         (lambda p: p.kept.update({"conv7": Kept([0], [0])}), ["the plan is of another model", "'conv7'"]),
     ],
 )

@@ -27,7 +27,7 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["ratio"] > 0
         assert row["met"] == (row["ratio"] <= row["target"])
     printed = capsys.readouterr().out
-    assert "measure for EigenDamage" in printed
+    assert "channel form" in printed and "plan + apply" in printed
     assert "met" in printed or "missed" in printed
 
 

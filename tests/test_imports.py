@@ -126,7 +126,20 @@ def test_imports_go_downwards(module: str) -> None:
     assert not wrong, "\n".join([str(path.relative_to(SOURCE.parent)), *wrong])
 
 
-KNOWN = {"", "layers", "curvature", "methods", "methods.obs", "methods.kron_obd", "methods.cp", "planning", "compress", "demo", "lab", "lab.nets"}
+KNOWN = {
+    "",
+    "layers",
+    "curvature",
+    "methods",
+    "methods.obs",
+    "methods.kron_obd",
+    "methods.cp",
+    "planning",
+    "compress",
+    "demo",
+    "lab",
+    "lab.nets",
+}
 
 
 @pytest.mark.parametrize(

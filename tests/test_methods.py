@@ -69,7 +69,10 @@ def test_the_change_of_obs_is_the_constrained_minimiser() -> None:
 @given(filters, columns)
 def test_c_obd_sums_the_losses_of_single_weights(out: int, size: int) -> None:
     weight, fisher = weights(out, size, 2), weights(out, size, 2).square()
-    expected = [sum(float(w) ** 2 * float(f) / 2 for w, f in zip(weight[i].flatten(), fisher[i].flatten(), strict=True)) for i in range(out)]
+    expected = [
+        sum(float(w) ** 2 * float(f) / 2 for w, f in zip(weight[i].flatten(), fisher[i].flatten(), strict=True))
+        for i in range(out)
+    ]
     close(obd.scores(weight, fisher).tolist(), expected)
 
 

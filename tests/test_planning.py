@@ -111,7 +111,10 @@ def test_the_predicted_loss_is_that_of_the_change_of_weights() -> None:
     small = ed.apply(model, plan, curvature)
     for name in ("0", "3", "8"):
         first, core, last = (weight_of(stage).detach() for stage in small.get_submodule(name))
-        change = torch.einsum("os,sr...,ri->oi...", last.flatten(1), core, first.flatten(1)) - weight_of(model.get_submodule(name)).detach()
+        change = (
+            torch.einsum("os,sr...,ri->oi...", last.flatten(1), core, first.flatten(1))
+            - weight_of(model.get_submodule(name)).detach()
+        )
         layer, taps = curvature[name], change[0, 0].numel()
         over_channels = torch.kron(layer.channel_form, torch.eye(taps, dtype=torch.float64))
         torch.testing.assert_close(plan[name].loss, float(loss(torch.kron(layer.gradients, over_channels), change)))
@@ -119,7 +122,9 @@ def test_the_predicted_loss_is_that_of_the_change_of_weights() -> None:
 
 def test_normalised_scores_do_not_see_the_scale_of_a_layer() -> None:
     model, curvature = case()
-    scaled = {name: replace(layer, gradients=layer.gradients * 10.0**i) for i, (name, layer) in enumerate(curvature.layers.items())}
+    scaled = {
+        name: replace(layer, gradients=layer.gradients * 10.0**i) for i, (name, layer) in enumerate(curvature.layers.items())
+    }
     other = replace(curvature, layers=scaled)
 
     def ranks(curvature: Curvature, normalize: bool, method: str) -> object:
@@ -163,7 +168,12 @@ def test_the_promised_number_of_channels_goes(method: str, ratio: float) -> None
 
 def test_scores_of_the_last_linear_layer_move_the_percentile_of_channels() -> None:
     model, curvature = case()
-    scores = {name: METHODS["kron-obd"].scores(weight_of(model.get_submodule(name)), curvature[name].patch_form, curvature[name].gradients) for name in LAYERS}
+    scores = {
+        name: METHODS["kron-obd"].scores(
+            weight_of(model.get_submodule(name)), curvature[name].patch_form, curvature[name].gradients
+        )
+        for name in LAYERS
+    }
     for last_linear, listed in (("list", LAYERS), ("leave", LAYERS[:3])):
         limit = at_or_below([scores[name] for name in listed], 0.5)
         plan = planned("kron-obd", 0.5, last_linear=last_linear)
@@ -211,7 +221,12 @@ def test_channels_that_only_unscored_layers_produce_never_all_go() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left, self.right, self.top, self.norm = nn.Conv1d(2, 2, 1), nn.Conv1d(2, 6, 1), nn.Conv1d(2, 8, 1), nn.BatchNorm1d(8)
+            self.left, self.right, self.top, self.norm = (
+                nn.Conv1d(2, 2, 1),
+                nn.Conv1d(2, 6, 1),
+                nn.Conv1d(2, 8, 1),
+                nn.BatchNorm1d(8),
+            )
             self.head = nn.Conv1d(8, 2, 1)
             with torch.no_grad():
                 self.norm.weight.copy_(torch.arange(8) + 1.0)
@@ -275,7 +290,9 @@ def test_a_depthwise_convolution_that_is_skipped_holds_its_channels() -> None:
 
 def test_one_pass_over_patches_serves_every_kfac_method() -> None:
     model, curvature = case()
-    only = {name: LayerCurvature(layer.shape, None, layer.patch_form, layer.gradients) for name, layer in curvature.layers.items()}
+    only = {
+        name: LayerCurvature(layer.shape, None, layer.patch_form, layer.gradients) for name, layer in curvature.layers.items()
+    }
     over_patches = replace(curvature, layers=only, collected=frozenset({"patches", "gradients"}))
     for method in ("c-obs", "kron-obd", "kron-obs", *DIRECTION_METHODS):
         ours, theirs = (ed.plan(model, c, method=method, ratio=0.5, allow_larger=True) for c in (over_patches, curvature))

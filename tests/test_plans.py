@@ -57,7 +57,17 @@ def test_any_plan_can_be_printed(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "3", "null", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "method": "cp", "layers": 3, "kept": {}}']
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"format": 2}',
+        '{"format": 1}',
+        '{"format": 1, "method": "cp", "layers": 3, "kept": {}}',
+    ]
     + ['{"format": 1, "method": "cp", "layers": {"a": {}}, "kept": {}}'],
 )
 def test_text_that_is_no_plan_is_an_error_that_says_so(text: str) -> None:
@@ -86,7 +96,9 @@ def test_a_table_says_what_each_layer_becomes_what_it_costs_and_why() -> None:
         "eigendamage",
         {
             long: Choice(SHAPE, "bottleneck", {"in": 2, "out": 3}, loss=0.0123),
-            "[bold]head[/bold]": Choice(replace(SHAPE, kernel=(1, 1)), reason="it is :warning: [red]special[/red] and " + "very " * 30 + "long"),
+            "[bold]head[/bold]": Choice(
+                replace(SHAPE, kernel=(1, 1)), reason="it is :warning: [red]special[/red] and " + "very " * 30 + "long"
+            ),
         },
     )
     rows = str(plan).splitlines()

@@ -83,7 +83,9 @@ bases = pytest.mark.parametrize(("structure", "basis"), [("bottleneck", "channel
 @bases
 @settings(max_examples=5)
 @given(st.data())
-def test_a_bottleneck_is_the_layer_with_its_weight_projected(name: str, structure: str, basis: str, data: st.DataObject) -> None:
+def test_a_bottleneck_is_the_layer_with_its_weight_projected(
+    name: str, structure: str, basis: str, data: st.DataObject
+) -> None:
     module, example, layer = case(name)
     ranks = ranks_in(data, structure, layer)
     built = build(structure, module, layer, ranks)

@@ -82,7 +82,11 @@ def test_pruned_channels_are_masked_channels_in_the_first_round_and_in_the_secon
     again = ed.plan(small, later.curvature, method="kron-obd", ratio=later.ratio)
     smaller = ed.apply(small, again, later.curvature)
     same(smaller, masked(later, again), network.inputs)
-    same(smaller, zero_units(network.model, network.curvature.coupling, both_rounds(network.curvature.coupling, plan, again)), network.inputs)
+    same(
+        smaller,
+        zero_units(network.model, network.curvature.coupling, both_rounds(network.curvature.coupling, plan, again)),
+        network.inputs,
+    )
 
 
 def both_rounds(coupling: Coupling, first: Plan, second: Plan) -> set[int]:
@@ -303,7 +307,9 @@ def test_mistake_1_a_pruned_residual_stream_is_not_scrambled_in_any_round(method
 
 class Mlp(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 14), nn.ReLU(), nn.Linear(14, 10), nn.ReLU(), nn.Linear(10, 3))
+        super().__init__(
+            nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 14), nn.ReLU(), nn.Linear(14, 10), nn.ReLU(), nn.Linear(10, 3)
+        )
 
 
 @pytest.mark.parametrize("build", [Mlp, lambda: convnet()[0]])
@@ -400,5 +406,3 @@ def test_mistake_7_torchvision_is_not_needed() -> None:
         ed.apply(model, ed.plan(model, curvature, method="eigendamage", ratio=0.5), curvature)
     """
     subprocess.run([sys.executable, "-c", inspect.cleandoc(program)], check=True, timeout=120)
-
-

@@ -58,17 +58,21 @@ def detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
     left = examples
     for batch in batches:
         size = batch_size(batch)
-        yield _map(batch, lambda t, size=size, left=left: t[:left] if left is not None and len(t) == size else t)
+        yield _map(batch, lambda t: t) if left is None else _cut(batch, size, left)
         if left is not None:
             left -= size
             if left <= 0:
                 return
 
 
+def _cut(batch: Any, size: int, count: int) -> Any:
+    return _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
+
+
 def first_examples(batch: Any, count: int, run: Callable[[Any], object]) -> Any:
     """``count`` examples, or the whole batch where the model counts on its size."""
     size = batch_size(batch)
-    few = _map(batch, lambda t: t[:count] if t.dim() and len(t) == size else t)
+    few = _cut(batch, size, count)
     try:
         with torch.no_grad():
             run(few)

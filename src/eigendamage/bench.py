@@ -29,11 +29,6 @@ from eigendamage.progress import track
 MEASURED = {"channel form": ("eigendamage",), "patch form": ("kron-obd", "kron-obs")}
 TIME_TARGETS = {"channel form": 1.2, "patch form": 2.5, "plan + apply": 1.0}
 MEMORY_TARGET = 1.5
-TITLES = {
-    "channel form": "measure for EigenDamage (channel form)",
-    "patch form": "measure for Kron-OBD and Kron-OBS (patch form)",
-    "plan + apply": "plan + apply for EigenDamage",
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Setup:
     seed: int = 0
 
 
-QUICK = Setup(networks=("resnet20",), batches=1, batch_size=8, repetitions=3)
+QUICK = Setup(networks=("resnet20",), batches=1, batch_size=4, repetitions=3)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Row:
 
     network: str
     task: str
-    unit: str  # "s" or "MiB"
+    unit: str  # "s" of time or "MiB" of peak memory
     training: float
     value: float
     ratio: float
@@ -136,8 +131,10 @@ def time_rows(network: str, setup: Setup) -> list[Row]:
     for name, task in tasks.items():
         pairs = _interleaved(lambda: train(model, batches), task, setup.repetitions, f"{network}: {name}")
         clock, processor = ([(a[i], b[i]) for a, b in pairs] for i in (0, 1))
-        medians = [statistics.median(side) for side in zip(*clock, strict=True)]
-        rows.append(Row(network, name, "s", *medians, _median_ratio(clock), TIME_TARGETS[name], _median_ratio(processor)))
+        training, value = (statistics.median(side) for side in zip(*clock, strict=True))
+        rows.append(
+            Row(network, name, "s", training, value, _median_ratio(clock), TIME_TARGETS[name], _median_ratio(processor))
+        )
     return rows
 
 
@@ -216,15 +213,18 @@ def _cpu() -> str:
 
 
 def _table(rows: Sequence[Row], setup: Setup) -> Table:
-    images = setup.batches * setup.batch_size
-    title = f"Against a training pass over the same {images} images of 32×32 (median of {setup.repetitions}; batch {setup.batch_size})"
+    images, of = setup.batches * setup.batch_size, f"median of {setup.repetitions}, batch {setup.batch_size}"
+    title = f"Against a training pass over the same {images} images ({of})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in ("network", "", "training", "this", "ratio", "CPU ratio", "target", ""):
-        table.add_column(header, justify="left" if not header or header == "network" else "right")
+    for header in ("network", "task"):
+        table.add_column(header, no_wrap=True)
+    for header in ("training", "ours", "ratio", "by CPU", "target"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("")
     for row in rows:
         table.add_row(
             row.network,
-            TITLES[row.task] + (", peak memory" if row.unit == "MiB" else ""),
+            row.task,
             f"{row.training:.3g} {row.unit}",
             f"{row.value:.3g} {row.unit}",
             f"{row.ratio:.2f}",

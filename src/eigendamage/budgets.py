@@ -51,7 +51,8 @@ def _options(weight: Tensor, curvature: Curvature, name: str, choice: Choice, cu
     """Dense, and every grid of every structure that fits and costs less in some currency."""
     cost_of = {"params": structures.params, "macs": structures.macs}
     dense = torch.tensor([[cost_of[key]("dense", choice.shape, {}) for key in currencies]], dtype=torch.float64)
-    losses, costs, labels = [torch.zeros(1, dtype=torch.float64)], [dense], [("dense", {})]
+    losses, costs = [torch.zeros(1, dtype=torch.float64)], [dense]
+    labels: list[tuple[str, dict[str, int]]] = [("dense", {})]
     for structure, row in STRUCTURES.items():
         if row.grid is None or not row.fits(choice.shape):
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,8 @@ class _Stationary:
             for (low, high), axis, length in reversed(list(zip(middle, self.axes, self.space, strict=True)))
             for size in (axis.reach - low, high + axis.reach - length)
         ]
-        here = x[(..., *(slice(low, high) for low, high in middle))].contiguous()
+        inside: list[Any] = [slice(low, high) for low, high in middle]
+        here = x[(..., *inside)].contiguous()
         kernel = x.new_empty(self.channels, self.channels, *(2 * axis.kernel - 1 for axis in self.axes))
         n = len(self.axes)
         dilation = [axis.dilation for axis in self.axes]
@@ -189,7 +191,7 @@ class _Stationary:
     def _all_sums(self) -> Iterator[tuple[Offset, Region, Tensor]]:
         if self.middle is not None and self.middle_sum is not None:
             for offset in self._offsets():
-                at = tuple(o + a.kernel - 1 for o, a in zip(offset, self.axes, strict=True))
+                at: tuple[Any, ...] = tuple(o + a.kernel - 1 for o, a in zip(offset, self.axes, strict=True))
                 yield offset, self.middle, self.middle_sum[(..., *at)]
         for (offset, region), value in self.sums.items():
             yield offset, region, value

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,9 @@ class Curvature:
         implied = self.collected | ({"inputs"} if "patches" in self.collected else set())
         missing = sorted(set(needs) - implied)
         if missing:
-            raise ValueError(f"{purpose} needs {', '.join(missing)}, not in this curvature; name it in measure(..., methods=[...])")
+            raise ValueError(
+                f"{purpose} needs {', '.join(missing)}, not in this curvature; name it in measure(..., methods=[...])"
+            )
 
     def require_model(self, model: nn.Module) -> None:
         """Raise ValueError unless this was measured on a model with the same layers."""
@@ -124,7 +127,10 @@ class Curvature:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file."""
         tensors = {
-            f"{name}/{key}": value for name, layer in self.layers.items() for key in TENSORS if (value := getattr(layer, key)) is not None
+            f"{name}/{key}": value
+            for name, layer in self.layers.items()
+            for key in TENSORS
+            if (value := getattr(layer, key)) is not None
         }
         content: dict[str, object] = {
             "shapes": {name: asdict(layer.shape) for name, layer in self.layers.items()},
@@ -153,7 +159,7 @@ class Curvature:
         return cls(layers, content["reasons"], coupling, *counts, frozenset(content["collected"]), content["whole"])
 
 
-def _coupling(content: dict | None) -> Coupling | None:
+def _coupling(content: dict[str, Any] | None) -> Coupling | None:
     if content is None:
         return None
     sides = {name: Sides(tuple(side["inputs"]), tuple(side["outputs"])) for name, side in content["sides"].items()}
@@ -161,4 +167,6 @@ def _coupling(content: dict | None) -> Coupling | None:
 
 
 def _describe(shape: LayerShape) -> str:
-    return f"{shape.kind} {shape.inputs}→{shape.outputs}" + (f" kernel {'×'.join(map(str, shape.kernel))}" if shape.kernel else "")
+    return f"{shape.kind} {shape.inputs}→{shape.outputs}" + (
+        f" kernel {'×'.join(map(str, shape.kernel))}" if shape.kernel else ""
+    )

@@ -189,7 +189,7 @@ def _save(model: nn.Module, path: Path, digits: Digits) -> str:
 # --- what it costs ----------------------------------------------------------------------------------------------------------
 
 
-def interleaved(tasks: Sequence[Callable[[], object]], repetitions: int) -> list[list[float]]:
+def _interleaved(tasks: Sequence[Callable[[], object]], repetitions: int) -> list[list[float]]:
     """Seconds of every repetition of each task, in turns, after one warm-up: what slows the machine down slows all of them."""
     seconds: list[list[float]] = [[] for _ in tasks]
     for repetition in range(repetitions + 1):
@@ -209,7 +209,7 @@ def _seconds(models: Sequence[nn.Module], images: Tensor, repetitions: int) -> l
         return lambda: model(images)
 
     with torch.no_grad():
-        return [statistics.median(times) for times in interleaved([forward(model) for model in models], repetitions)]
+        return [statistics.median(times) for times in _interleaved([forward(model) for model in models], repetitions)]
 
 
 def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) -> Table:

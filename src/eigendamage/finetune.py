@@ -93,7 +93,9 @@ def _epoch(
     if not examples:
         raise ValueError("batches: the loader is empty")
     if not math.isfinite(total):
-        raise ValueError(f"the loss became {total / examples} in epoch {number + 1}; a smaller learning_rate than {first_rate:g} may help")
+        raise ValueError(
+            f"the loss became {total / examples} in epoch {number + 1}; a smaller learning_rate than {first_rate:g} may help"
+        )
     return Epoch(number + 1, total / examples, first_rate)
 
 

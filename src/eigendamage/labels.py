@@ -59,7 +59,9 @@ def _gaussian(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms)
 
 def _categorical(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms) -> Tensor:
     if outputs.dim() < 2 or min(outputs.shape) == 0:
-        raise ValueError(f"classification needs logits [examples, classes]; the model's outputs have shape {tuple(outputs.shape)}")
+        raise ValueError(
+            f"classification needs logits [examples, classes]; the model's outputs have shape {tuple(outputs.shape)}"
+        )
     given = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
     axis = _class_axis(outputs, given)
     logits = _precise(outputs.movedim(axis, -1).flatten(0, -2))

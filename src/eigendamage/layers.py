@@ -43,7 +43,8 @@ class LayerShape:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerShape:
         """The inverse of ``dataclasses.asdict``, also after a trip through JSON."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()})
+        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+        return cls(**values)
 
     @property
     def taps(self) -> int:
@@ -207,7 +208,8 @@ def _stuff(inputs: Tensor, axes: list[Axis]) -> Tensor:
         return inputs
     sizes = [(size - 1) * axis.stuffing + 1 for size, axis in zip(inputs.shape[2:], axes, strict=True)]
     stuffed = inputs.new_zeros(*inputs.shape[:2], *sizes)
-    stuffed[(..., *[slice(None, None, axis.stuffing) for axis in axes])] = inputs
+    every: list[Any] = [slice(None, None, axis.stuffing) for axis in axes]
+    stuffed[(..., *every)] = inputs
     return stuffed
 
 

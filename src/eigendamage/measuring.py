@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,18 @@ from eigendamage.cost import forward_macs
 from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.labels import Loss, Uniforms, summed_loss
-from eigendamage.layers import Skip, axes_of, candidates, patches, prepare, reasons_to_stay, require_values, rows, shape_of, weight_of
+from eigendamage.layers import (
+    Skip,
+    axes_of,
+    candidates,
+    patches,
+    prepare,
+    reasons_to_stay,
+    require_values,
+    rows,
+    shape_of,
+    weight_of,
+)
 from eigendamage.methods import needs_of
 from eigendamage.passes import evaluating, layer_by_layer
 from eigendamage.progress import track
@@ -75,7 +86,9 @@ def measure(
     needs = needs_of(methods)
     reasons = reasons_to_stay(model, skip)
     if not candidates(model).keys() - reasons.keys():
-        raise ValueError(f"the model has no layer that can be compressed: {_listed(reasons) or 'no convolution or linear layer'}")
+        raise ValueError(
+            f"the model has no layer that can be compressed: {_listed(reasons) or 'no convolution or linear layer'}"
+        )
     run = partial(outputs_of, forward=forward, autocast=autocast)
     data = detached(batches, examples)
     with _as_found(model, loss):
@@ -91,7 +104,7 @@ def measure(
                 macs = forward_macs(rehearsal) // max(1, batch_size(few))
         with layer_by_layer(), _Observers(model, needs, reasons) as observers:
             uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
-            total = len(batches) if hasattr(batches, "__len__") and examples is None else None
+            total = len(batches) if isinstance(batches, Sized) and examples is None else None
             for batch in track(itertools.chain([first], data), "measuring", progress, total):
                 with torch.enable_grad():
                     outputs = run(model, batch)
@@ -124,7 +137,7 @@ def _skipped(reasons: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module, loss: Loss | None) -> Iterator[None]:
-    """Eval mode and frozen weights inside; modes, flags, buffers and the random state as before afterwards, whatever happens."""
+    """Eval mode and frozen weights inside; everything as before afterwards, whatever happens."""
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]  # a loss may have weights of its own
     flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     with evaluating(model):
@@ -138,6 +151,12 @@ def _as_found(model: nn.Module, loss: Loss | None) -> Iterator[None]:
 
 
 # --- watching the layers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    inputs: Tensor
+    gradient: Tensor | None = None
 
 
 class _Observer:
@@ -154,7 +173,7 @@ class _Observer:
             self.inputs = ChannelSum(module)
         self.gradients = self._zeros(self.shape.outputs, self.shape.outputs) if "gradients" in needs else None
         self.fisher = self._zeros(*self.weight.shape) if "fisher" in needs else None
-        self.pending: list[list[Tensor | None]] = []  # inputs and output gradient of each call of this batch, for the Fisher
+        self.pending: list[_Call] = []  # of this batch, for the Fisher
         self.mixed = False  # whether examples cannot be told apart in the inputs
         self.scale: Tensor | None = None
         self.positions = torch.zeros(2 + len(self.shape.kernel), dtype=torch.float64)
@@ -191,12 +210,17 @@ class _Observer:
 
     def see_call(self, examples: int) -> None:
         """Once every call of this batch has its gradient, add up the squared gradients of each example (C-OBD)."""
-        if self.fisher is None or any(gradient is None for _, gradient in self.pending):
+        if self.fisher is None or any(call.gradient is None for call in self.pending):
             return
-        if any(self._batch(x) % examples for x, _ in self.pending):
+        if any(self._batch(call.inputs) % examples for call in self.pending):
             self.mixed, self.pending = True, []
             return
-        calls = [(prepare(self.module, x.to(self.fisher.dtype)), g.to(self.fisher.dtype)) for x, g in self.pending if g is not None]
+        dtype = self.fisher.dtype
+        calls = [
+            (prepare(self.module, call.inputs.to(dtype)), call.gradient.to(dtype))
+            for call in self.pending
+            if call.gradient is not None
+        ]
         self.pending = []
         per_example = max(1, self.fisher.numel() + sum(x.numel() * self.shape.taps // max(len(x), 1) for x, _ in calls))
         step = max(1, CHUNK // per_example)
@@ -236,7 +260,8 @@ class _Observers:
     def __init__(self, model: nn.Module, needs: frozenset[str], reasons: dict[str, str]) -> None:
         self.model, self.needs, self.reasons = model, needs, dict(reasons)
         self.by_name = {
-            name: _Observer(name, module, frozenset() if name in reasons else needs) for name, module in candidates(model).items()
+            name: _Observer(name, module, frozenset() if name in reasons else needs)
+            for name, module in candidates(model).items()
         }
         self.order: dict[str, None] = {}  # names in the order of their first call
         self.examples = 0
@@ -246,7 +271,8 @@ class _Observers:
 
     def __enter__(self) -> _Observers:
         self.handles = [
-            observer.module.register_forward_hook(partial(self._saw, observer), with_kwargs=True) for observer in self.by_name.values()
+            observer.module.register_forward_hook(partial(self._saw, observer), with_kwargs=True)
+            for observer in self.by_name.values()
         ]
         if "scale" in self.needs:
             norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
@@ -257,7 +283,9 @@ class _Observers:
         for handle in self.handles:
             handle.remove()
 
-    def _saw(self, observer: _Observer, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor | None:
+    def _saw(
+        self, observer: _Observer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
         self.order.setdefault(observer.name)
         values = [*args, *kwargs.values()]
         inputs = next((value.detach() for value in values if isinstance(value, Tensor)), None)
@@ -273,7 +301,7 @@ class _Observers:
             replaced = output = output + self.anchor  # the graph starts here, although all weights are frozen
         if output.requires_grad:
             if observer.fisher is not None:
-                observer.pending.append([inputs.clone(), None])  # the model may go on to change its inputs in place
+                observer.pending.append(_Call(inputs.clone()))  # the model may go on to change its inputs in place
             output.register_hook(partial(self._saw_gradient, observer, len(observer.pending) - 1))
         if "scale" in self.needs:
             self.latest[id(output)] = (observer, output)
@@ -282,10 +310,10 @@ class _Observers:
     def _saw_gradient(self, observer: _Observer, call: int, gradient: Tensor) -> None:
         observer.see_gradient(gradient)
         if observer.fisher is not None:
-            observer.pending[call][1] = gradient
+            observer.pending[call].gradient = gradient
             observer.see_call(self.batch)
 
-    def _saw_norm(self, norm: nn.Module, args: tuple) -> None:
+    def _saw_norm(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) == 1 and id(args[0]) in self.latest:
             scale = norm.weight
             assert isinstance(scale, Tensor)
@@ -301,14 +329,18 @@ class _Observers:
         """Run the batch once more, now with an eye on every layer's inputs."""
         found = []
 
-        def look(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in (*args, *kwargs.values())):
                 found.append(name)
 
         for name, observer in self.by_name.items():
             self.handles.append(observer.module.register_forward_pre_hook(partial(look, name), with_kwargs=True))
         again()
-        return f"the first layer with inputs that are not finite is {found[0]}" if found else "the inputs of every layer are finite"
+        return (
+            f"the first layer with inputs that are not finite is {found[0]}"
+            if found
+            else "the inputs of every layer are finite"
+        )
 
     def backward(self, loss: Tensor, examples: int) -> None:
         self.batch = examples
@@ -319,14 +351,16 @@ class _Observers:
             self.replaying, self.anchor.grad = False, None
         for name, observer in self.by_name.items():
             if observer.fisher is not None and observer.pending:
-                observer.pending = [call for call in observer.pending if call[1] is not None]
+                observer.pending = [call for call in observer.pending if call.gradient is not None]
                 observer.see_call(examples)  # calls whose output the loss does not depend on count for nothing
             observer.pending = []
             if observer.mixed:
                 self.reasons.setdefault(name, "examples are not the first dimension of its inputs")
         self.latest.clear()
 
-    def curvature(self, coupled: coupling.Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
+    def curvature(
+        self, coupled: coupling.Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]
+    ) -> Curvature:
         scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
         seen, *elsewhere = _from_processes((self.order, self.reasons, scales, coupled, macs, whole))
         self.order, self.reasons, scales, coupled, macs, whole = seen
@@ -347,7 +381,9 @@ class _Observers:
         positions = sums.pop("positions")
         for key, value in sums.items():
             if not bool(value.isfinite().all()):
-                raise ValueError(f"{observer.name}: its {key} are not finite; look for NaN or overflow in the data or the model")
+                raise ValueError(
+                    f"{observer.name}: its {key} are not finite; look for NaN or overflow in the data or the model"
+                )
         seen = float(positions[1])
         per_example = [round(float(p) / examples) for p in positions]
         shape = replace(
@@ -386,5 +422,3 @@ def _sum_over_processes(tensor: Tensor, device: torch.device) -> Tensor:
     shared = tensor.to(device).contiguous()
     dist.all_reduce(shared)
     return shared
-
-

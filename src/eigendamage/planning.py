@@ -47,7 +47,9 @@ def plan_at_ratio(model: nn.Module, curvature: Curvature, method: str, ratio: fl
     curvature.require(needs, f"method {method!r}" + (' with basis="patch"' if needs != row.needs else ""))
     if row.removes == "channels":
         return _plan_channels(model, curvature, method, ratio, rules, _dense(curvature.reasons, curvature, rules))
-    return _plan_directions(model, curvature, method, ratio, rules, _dense(curvature.reasons | curvature.whole, curvature, rules))
+    return _plan_directions(
+        model, curvature, method, ratio, rules, _dense(curvature.reasons | curvature.whole, curvature, rules)
+    )
 
 
 def _dense(reasons: Mapping[str, str], curvature: Curvature, rules: Rules) -> dict[str, Choice]:
@@ -79,7 +81,9 @@ def _plan_directions(
         if name == curvature.last_linear and rules.last_linear == "list":
             continue
         ranks = {side: int(kept[name, side].sum()) for side in ("in", "out")}
-        loss = basis.loss(*(strongest(s, ranks[side]) for side, s in (("in", basis.input_scores), ("out", basis.output_scores))))
+        loss = basis.loss(
+            *(strongest(s, ranks[side]) for side, s in (("in", basis.input_scores), ("out", basis.output_scores)))
+        )
         if cores[name]:
             _shrink_bottleneck(layers, name, ranks, loss)
         else:

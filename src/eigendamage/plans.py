@@ -88,7 +88,9 @@ class Plan:
             content = json.loads(text)
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            layers = {name: Choice(**{**row, "shape": LayerShape.from_dict(row["shape"])}) for name, row in content["layers"].items()}
+            layers = {
+                name: Choice(**{**row, "shape": LayerShape.from_dict(row["shape"])}) for name, row in content["layers"].items()
+            }
             return cls(content["method"], layers, {name: Kept(**row) for name, row in content["kept"].items()})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not the JSON of a plan: {error}") from error

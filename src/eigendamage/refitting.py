@@ -47,7 +47,9 @@ def refit(
     data = list(detached(batches, None))
     if not data:
         raise ValueError("refit: the loader is empty")
-    names = [n for n, choice in plan.layers.items() if structures.STRUCTURES[choice.structure].build and choice.structure != "merged"]
+    names = [
+        n for n, choice in plan.layers.items() if structures.STRUCTURES[choice.structure].build and choice.structure != "merged"
+    ]
     with evaluating(dense), torch.no_grad():
         with _in_eval(small):
             for name in track(names, "refitting", progress):

@@ -59,7 +59,9 @@ def iterate(
         raise ValueError(f"rounds: must be at least 1; got {rounds}")
     if rounds > 1 and iter(batches) is batches:
         raise ValueError(f"batches: an iterator ends after one round; {rounds} rounds need a list or a DataLoader")
-    return _rounds(model, batches, finetune, rounds, {"method": method, "ratio": ratio, "cap": cap, **planning}, measuring or {})
+    return _rounds(
+        model, batches, finetune, rounds, {"method": method, "ratio": ratio, "cap": cap, **planning}, measuring or {}
+    )
 
 
 def _rounds(

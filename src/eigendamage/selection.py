@@ -26,9 +26,7 @@ def fewest(size: int, cap: float) -> int:
     return max(1, size - math.floor(cap * size + 1e-9))
 
 
-def keep_by_percentile(
-    scores: Mapping[Key, Float[Tensor, " n"]], ratio: float, cap: float
-) -> dict[Key, Bool[Tensor, " n"]]:
+def keep_by_percentile(scores: Mapping[Key, Float[Tensor, " n"]], ratio: float, cap: float) -> dict[Key, Bool[Tensor, " n"]]:
     """What stays of each list: all that is strictly above the global threshold, and in any case its best few (``cap``)."""
     limit = threshold(torch.cat(list(scores.values())), ratio) if scores else -math.inf
     return {key: _with_best(values > limit, values, cap) for key, values in scores.items()}

@@ -60,7 +60,7 @@ def _standing_in(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     layers = [model.get_submodule(name) for name in names]
     substitutes = {layer: describe_like(nn.Sequential(copy.copy(layer)), layer).train(layer.training) for layer in layers}
     children = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
-    places = [place for place in children if place[2] in substitutes]
+    places = [(parent, name, child) for parent, name, child in children if child is not None and child in substitutes]
     try:
         for layer in layers:
             vars(layer)["forward"] = _refuse

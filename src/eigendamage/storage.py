@@ -157,7 +157,9 @@ def _replacement(name: str, old: nn.Module, tree: Spec, device: torch.device) ->
         vars(new).update(zip(_width_names(new), _widths(new), strict=False))  # earlier rounds may have removed channels
     elif type(new) is type(old):
         # The same layer, only smaller: whatever else in the model refers to it goes on doing so.
-        vars(old).update({key: value for key, value in vars(new).items() if key in ("_parameters", "_buffers") or key[0] != "_"})
+        vars(old).update(
+            {key: value for key, value in vars(new).items() if key in ("_parameters", "_buffers") or key[0] != "_"}
+        )
         return old
     return new
 

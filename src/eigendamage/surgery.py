@@ -168,32 +168,44 @@ def _check_layer(name: str, choice: Choice, plan: Plan, model: nn.Module, curvat
     if choice.structure == "channels" and name not in plan.kept and not follows:
         raise ValueError(f"{name}: becomes channels, but the plan does not say which stay (plan.kept)")
     if choice.structure != "channels" and name in plan.kept:
-        raise ValueError(f"{name}: plan.kept lists the channels that stay, so it must become channels; the plan has {choice.structure}")
+        raise ValueError(
+            f"{name}: plan.kept lists the channels that stay, so it must become channels; the plan has {choice.structure}"
+        )
     if name in plan.kept:
         kept = plan.kept[name]
         depthwise = choice.shape.inputs == 1 and len(kept.inputs) != 1
         counts = {"in": 1 if depthwise else len(kept.inputs), "out": len(kept.outputs)}
         if counts != choice.ranks:
-            raise ValueError(f"{name}: its ranks are {choice.ranks}, but plan.kept lists {counts}; edit plan.kept, then the ranks")
+            raise ValueError(
+                f"{name}: its ranks are {choice.ranks}, but plan.kept lists {counts}; edit plan.kept, then the ranks"
+            )
 
 
 def _check_kept(kept: Mapping[str, Kept], coupling: Coupling | None) -> None:
     """Coupled channels stay or go together, in every module."""
     if coupling is None:
-        raise ValueError("the plan removes channels; the curvature does not know their coupling: measure it for the plan's method")
+        raise ValueError(
+            "the plan removes channels; the curvature does not know their coupling: measure it for the plan's method"
+        )
     for name in kept.keys() - coupling.sides.keys():
         raise ValueError(f"the plan is of another model: it keeps channels of {name!r}; channels go in {some(coupling.sides)}")
     verdict: dict[int, tuple[bool, str]] = {}
     for name, side in coupling.sides.items():
         for units, indices in ((side.inputs, _indices(name, kept, "inputs")), (side.outputs, _indices(name, kept, "outputs"))):
-            if indices is not None and (sorted(set(indices)) != indices or not indices or not 0 <= indices[0] <= indices[-1] < len(units)):
+            if indices is not None and (
+                sorted(set(indices)) != indices or not indices or not 0 <= indices[0] <= indices[-1] < len(units)
+            ):
                 raise ValueError(f"{name}: kept channels must be ascending indices from 0 to {len(units) - 1}, at least one")
             staying = set(range(len(units)) if indices is None else indices)
             for index, unit in enumerate(units):
                 stays = index in staying
-                before, where = verdict.setdefault(unit, (stays, f"{name} channel {index}")) if unit != FIXED else (True, "the model")
+                before, where = (
+                    verdict.setdefault(unit, (stays, f"{name} channel {index}")) if unit != FIXED else (True, "the model")
+                )
                 if stays != before:
-                    raise ValueError(f"{name}: channel {index} {'stays' if stays else 'goes'}, but {where}, coupled with it, does not")
+                    raise ValueError(
+                        f"{name}: channel {index} {'stays' if stays else 'goes'}, but {where}, coupled with it, does not"
+                    )
 
 
 def _indices(name: str, kept: Mapping[str, Kept], side: str) -> list[int] | None:

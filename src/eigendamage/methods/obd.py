@@ -13,7 +13,5 @@ def weight_scores(weight: Float[Tensor, "*shape"], diagonal: Float[Tensor, "*sha
     return exact(weight).square() * exact(diagonal) / 2
 
 
-def scores(
-    weight: Float[Tensor, "out inputs *kernel"], fisher: Float[Tensor, "out inputs *kernel"]
-) -> Float[Tensor, " out"]:
+def scores(weight: Float[Tensor, "out inputs *kernel"], fisher: Float[Tensor, "out inputs *kernel"]) -> Float[Tensor, " out"]:
     return weight_scores(weight, fisher).flatten(1).sum(1)

@@ -1,7 +1,7 @@
 """The best subspaces for the loss: low rank of the whitened weight (beyond the paper).
 
-The K-FAC loss of a change D is ½‖S^½ D A^½‖². So the weight is whitened, T = S^½ W A^½, approximated in the plain Frobenius norm,
-and mapped back. The KFE of the paper ignores W when it picks its basis; this does not.
+The K-FAC loss of a change D is ½‖S^½ D A^½‖². So the weight is whitened, T = S^½ W A^½, approximated in the
+Frobenius norm, and mapped back. The KFE of the paper ignores W when it picks its basis; this does not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def tucker(tensor: Float[Tensor, "out inputs taps"], outputs: int, inputs: int) 
     return u, v
 
 
-def factors(matrix: Float[Tensor, "rows columns"], rank: int) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rank columns"]]:
+def factors(
+    matrix: Float[Tensor, "rows columns"], rank: int
+) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rank columns"]]:
     """The best approximation of this rank, its scale shared evenly between both factors."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     scale = s[:rank].sqrt()
@@ -76,5 +78,4 @@ def _left_out(energies: Tensor) -> Tensor:
 
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
-    return vectors[:, -rank:].flip(1)
+    return torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:].flip(1)

@@ -51,7 +51,9 @@ def check_ranks(name: str, structure: str, shape: LayerShape, ranks: Ranks) -> N
         raise ValueError(f"{name}: {structure} takes the ranks {sorted(limits)}; got {sorted(ranks)}")
     for rank, limit in limits.items():
         if not isinstance(ranks[rank], int) or not 1 <= ranks[rank] <= limit:
-            raise ValueError(f"{name}: rank {rank!r} of {structure} must be a whole number from 1 to {limit}; got {ranks[rank]!r}")
+            raise ValueError(
+                f"{name}: rank {rank!r} of {structure} must be a whole number from 1 to {limit}; got {ranks[rank]!r}"
+            )
 
 
 __all__ = [

@@ -36,7 +36,6 @@ def pruned_basis(module: nn.Module, layer: LayerCurvature, ranks: Ranks, over: s
     return basis.input_vectors[:, inputs], basis.core[outputs][:, inputs], basis.output_vectors[:, outputs]
 
 
-
 def parts_of_bottleneck(model: nn.Module, core: str) -> nn.Sequential | None:
     """The three stages around a layer, if an earlier round made it the core of a bottleneck."""
     around, _, last = core.rpartition(".")
@@ -53,7 +52,9 @@ def merge(outer: nn.Sequential, inner: nn.Sequential) -> nn.Sequential:
     rotate_out = exact(weight_of(last)).flatten(1) @ exact(outputs)
     strided = shape_of(first).pointwise
     return chain(
-        rotate_in=build_pointwise(first, rotate_in.flatten(1), None, strided=True) if strided else build_like(first, rotate_in, None),
+        rotate_in=build_pointwise(first, rotate_in.flatten(1), None, strided=True)
+        if strided
+        else build_like(first, rotate_in, None),
         core=inner.core,
         rotate_out=build_pointwise(last, rotate_out, bias_of(last)),
     )

@@ -22,7 +22,10 @@ def _cp_stages(shape: LayerShape, ranks: Ranks) -> list[Stage]:
 
 def _build_cp(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
     outputs, inputs, *kernels = cp_factors(weight_of(module), ranks["cp"])
-    along = {f"axis_{axis}": build_along(module, kernel.T.unsqueeze(1), None, axis, groups=len(kernel.T)) for axis, kernel in enumerate(kernels)}
+    along = {
+        f"axis_{axis}": build_along(module, kernel.T.unsqueeze(1), None, axis, groups=len(kernel.T))
+        for axis, kernel in enumerate(kernels)
+    }
     return chain(
         factor_in=build_pointwise(module, inputs.T, None), **along, factor_out=build_pointwise(module, outputs, bias_of(module))
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage.curvature import LayerCurvature
-from eigendamage.layers import LayerShape, bias_of, build_along, build_like, build_pointwise, shape_of, weight_of
+from eigendamage.layers import LayerShape, bias_of, build_along, build_like, build_pointwise, weight_of
 from eigendamage.methods.whitened import factors, losses_by_rank, losses_by_two_ranks, tucker, whitened
 from eigendamage.structures import channels
 from eigendamage.structures.base import Grid, Ranks, Stage, Structure, chain
@@ -48,7 +48,9 @@ def _build_svd(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Mod
     white = whitened(weight_of(module), layer, "patch")
     left, right = factors(white.tensor, ranks["rank"])
     first = (right @ white.input_inverse).reshape(-1, *weight_of(module).shape[1:])
-    return chain(first=build_like(module, first, None), second=build_pointwise(module, white.output_inverse @ left, bias_of(module)))
+    return chain(
+        first=build_like(module, first, None), second=build_pointwise(module, white.output_inverse @ left, bias_of(module))
+    )
 
 
 # --- 1×1, kernel, 1×1 (Tucker-2), without a first or last stage that has full rank ------------------------------------------
