@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,3 +123,16 @@ class Promises:
             assert (choice.structure == "dense") == bool(choice.reason), name
             assert name in shown
             assert choice.reason in shown
+
+    def test_a_budget_holds_for_the_whole_model_or_says_what_can_be_reached(self, network: Network) -> None:
+        budget, size = 0.8, sum(parameter.numel() for parameter in network.model.parameters())
+        try:
+            plan = ed.plan(network.model, network.curvature, params=budget)
+        except ValueError as error:
+            reachable = re.fullmatch(r"the budget params=0.8 cannot be reached: .* become is params=([\d.]+)", str(error))
+            assert reachable is not None and budget < float(reachable[1]) <= 1
+            return
+        small = ed.apply(network.model, plan, network.curvature)
+        assert sum(parameter.numel() for parameter in small.parameters()) <= budget * size
+        with torch.no_grad():
+            assert network.outputs(small).shape == network.outputs(network.model).shape

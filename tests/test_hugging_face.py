@@ -35,10 +35,10 @@ def convnext() -> nn.Module:
     return hf.ConvNextForImageClassification(hf.ConvNextConfig(hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 2, 1], **IMAGES))
 
 
-def mobilenet(tf_padding: bool) -> nn.Module:
-    # tf_padding: the code asks its convolutions for their stride and kernel.
+def mobilenet() -> nn.Module:
+    # Its code asks its convolutions for their stride and kernel, to pad as TensorFlow does.
     sizes = {"depth_multiplier": 0.1, "depth_divisible_by": 4, "min_depth": 4}
-    return hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(**sizes, **IMAGES, tf_padding=tf_padding))
+    return hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(**sizes, **IMAGES, tf_padding=True))
 
 
 def vit() -> nn.Module:
@@ -94,8 +94,7 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "resnet-basic": (lambda: resnet("basic"), images()),
     "resnet-bottleneck": (lambda: resnet("bottleneck"), images()),
     "convnext": (convnext, images()),
-    "mobilenet": (lambda: mobilenet(False), images()),
-    "mobilenet-tf-padding": (lambda: mobilenet(True), images()),
+    "mobilenet": (mobilenet, images()),
     "vit": (vit, images()),
     "swin": (swin, images()),
     "bert": (bert, words()),

@@ -49,7 +49,7 @@ ORDER = [
     "cli",
 ]
 
-# A method is a pure function of a layer and its curvature, and knows no other method: only the energy of a filter is shared by two.
+# A method is a pure function of a layer and its curvature, and knows no other: only two share the energy of a filter.
 METHODS_MAY_IMPORT = {"layers", "linalg", "curvature", "methods.kron_obd"}
 
 FORBIDDEN = {

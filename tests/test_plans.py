@@ -67,8 +67,8 @@ def test_any_plan_can_be_printed(plan: Plan) -> None:
         '{"format": 2}',
         '{"format": 1}',
         '{"format": 1, "method": "cp", "layers": 3, "kept": {}}',
-    ]
-    + ['{"format": 1, "method": "cp", "layers": {"a": {}}, "kept": {}}'],
+        '{"format": 1, "method": "cp", "layers": {"a": {}}, "kept": {}}',
+    ],
 )
 def test_text_that_is_no_plan_is_an_error_that_says_so(text: str) -> None:
     with pytest.raises(ValueError, match="this is not the JSON of a plan: "):

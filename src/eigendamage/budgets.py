@@ -20,10 +20,18 @@ RATIO_STEPS = 20
 
 def targets(model: nn.Module, curvature: Curvature, fractions: Mapping[str, float]) -> dict[str, float]:
     """What is left for the layers in each currency, of a budget given as a fraction of the whole dense model."""
+    whole, ours = _whole(model, curvature), _of_layers(curvature)
+    return {name: fraction * whole[name] - (whole[name] - ours[name]) for name, fraction in fractions.items()}
+
+
+def _whole(model: nn.Module, curvature: Curvature) -> dict[str, int]:
+    """What the dense model costs: fewer parameters than its layers together where some share them."""
+    return {"params": parameters(model), "macs": max(curvature.macs, _of_layers(curvature)["macs"])}
+
+
+def _of_layers(curvature: Curvature) -> dict[str, int]:
     shapes = [layer.shape for layer in curvature.layers.values()]
-    whole = {"params": parameters(model), "macs": curvature.macs}
-    ours = {"params": sum(shape.params for shape in shapes), "macs": sum(shape.macs for shape in shapes)}
-    return {name: fraction * whole[name] - max(0, whole[name] - ours[name]) for name, fraction in fractions.items()}
+    return {"params": sum(shape.params for shape in shapes), "macs": sum(shape.macs for shape in shapes)}
 
 
 def best_plan(
@@ -80,7 +88,7 @@ def _unreachable(
     limits: Mapping[str, float],
     fixed: Mapping[str, int],
 ) -> str:
-    whole = {"params": parameters(model), "macs": curvature.macs}
+    whole = _whole(model, curvature)
     least = {}
     for index, key in enumerate(limits):
         others = fractions[key] * whole[key] - limits[key]
@@ -103,7 +111,7 @@ def at_equal_cost(
     low, high = 0.0, 1.0 - 1e-9
     best = plan_at(high)
     if not holds(best):
-        whole = {"params": parameters(model), "macs": curvature.macs}
+        whole = _whole(model, curvature)
         least = {key: (getattr(best, key) + fractions[key] * whole[key] - limits[key]) / max(1, whole[key]) for key in limits}
         reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
         raise ValueError(f"the budget cannot be reached by this method with this cap: the least is {reach}")

@@ -2,7 +2,8 @@
 
 Errors of earlier layers change what a later layer sees. In forward order, each compressed layer is built again from the weight
 that maps the compressed network's inputs X to the dense network's outputs Y: ridge regression towards the trained weight,
-W̃ = (Y Xᵀ + ρ W)(X Xᵀ + ρ I)⁻¹, in the metric of X. At the end batch norm sees the compressed network once.
+W̃ = (Y Xᵀ + ρ W)(X Xᵀ + ρ I)⁻¹, in the metric of X. At the end
+batch norm follows the compressed network.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def refit(
             for name in track(names, "refitting", progress):
                 new = _refitted(dense, small, name, plan[name], curvature[name], data, forward)
                 small = put(small, small.get_submodule(name), new)
-        _see_batches(small, data, forward)
+        _refit_norms(dense, small, data, forward)
     return small
 
 
@@ -138,20 +139,49 @@ def _in_eval(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _see_batches(model: nn.Module, data: list[Any], forward: Forward | None) -> None:
-    """Batch norm's running statistics become the plain average over ``data``."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+Norm = nn.modules.batchnorm._BatchNorm
+
+
+def _refit_norms(dense: nn.Module, small: nn.Module, data: list[Any], forward: Forward | None) -> None:
+    """Move batch norm's running statistics by what compression changed on ``data``.
+
+    The trained statistics come from many more, augmented examples: taking those of ``data`` in their place would hurt a network
+    that is hardly compressed.
+    """
+    after, before = _norm_statistics(small, data, forward), _norm_statistics(dense, data, forward)
+    norms = dict(small.named_modules())
+    for name, (mean, variance) in after.items():
+        norm = norms[name]
+        assert isinstance(norm, Norm) and norm.running_mean is not None and norm.running_var is not None
+        old_mean, old_variance = before.get(name, (mean, variance))
+        if old_mean.shape != mean.shape:  # fewer channels
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(variance)
+        else:
+            norm.running_mean += mean - old_mean
+            norm.running_var *= (variance + norm.eps) / (old_variance + norm.eps)
+
+
+def _norm_statistics(model: nn.Module, data: list[Any], forward: Forward | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and variance of what every batch norm sees, averaged over batches; each normalises by its batch meanwhile."""
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, Norm) and m.track_running_stats}
     if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    with _in_eval(model):
+        return {}
+    momenta = [norm.momentum for norm in norms.values()]
+    with evaluating(model):  # which puts buffers back
         try:
-            for norm in norms:
+            for norm in norms.values():
                 norm.reset_running_stats()
                 norm.momentum = None  # torch's own spelling of a cumulative average
                 norm.train()
             for batch in data:
                 outputs_of(model, batch, forward)
+            return {name: (_copy(norm.running_mean), _copy(norm.running_var)) for name, norm in norms.items()}
         finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
+            for norm, momentum in zip(norms.values(), momenta, strict=True):
                 norm.momentum = momentum
+
+
+def _copy(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None
+    return buffer.clone()

@@ -47,8 +47,8 @@ def losses_by_rank(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, " ran
 
 def losses_by_two_ranks(tensor: Float[Tensor, "out inputs taps"]) -> Float[Tensor, "out inputs"]:
     """½ of the energy outside the leading subspaces of the outputs and inputs, for every pair of ranks (HOSVD)."""
-    outputs = torch.linalg.svd(tensor.flatten(1), full_matrices=False).U
-    inputs = torch.linalg.svd(tensor.transpose(0, 1).flatten(1), full_matrices=False).U
+    outputs = _leading(tensor.flatten(1), tensor.shape[0])
+    inputs = _leading(tensor.transpose(0, 1).flatten(1), tensor.shape[1])
     core = torch.einsum("oit,or,ic->rct", tensor, outputs, inputs).square().sum(2)
     kept = core.cumsum(0).cumsum(1)
     return (tensor.square().sum() - kept).clamp(min=0) / 2

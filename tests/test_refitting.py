@@ -1,0 +1,92 @@
+"""Refitting on the compressed network's own inputs, and everything in one call."""
+
+import pytest
+import torch
+from test_budgets import Small
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import eigendamage as ed
+from eigendamage.refitting import RIDGE, _ridge
+
+
+@pytest.fixture
+def data() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(64, 3, 8, 8), torch.randint(0, 5, (64,))) for _ in range(3)]
+
+
+@pytest.fixture
+def model(data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    model = Small()
+    ed.finetune(model, data, epochs=3, learning_rate=0.05, progress=False)
+    return model.eval()
+
+
+def error(small: nn.Module, model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
+    with torch.no_grad():
+        return sum(float(F.mse_loss(small.eval()(x), model(x))) for x, _ in data)
+
+
+def test_refitting_brings_the_outputs_nearer_to_the_dense_model() -> None:
+    layers = [nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(24, 5)).eval()
+    mixed = torch.randn(24, 24) * torch.logspace(0, -2, 24)
+    data = [(torch.randn(200, 24) @ mixed.T, torch.zeros(200).long()) for _ in range(2)]
+    curvature = ed.measure(model, data, progress=False)
+    for params in (0.6, 0.4):
+        plan = ed.plan(model, curvature, params=params)
+        plain, refitted = ed.apply(model, plan, curvature), ed.apply(model, plan, curvature, refit=data)
+        assert error(refitted, model, data) < error(plain, model, data)
+
+
+def test_refitting_leaves_the_dense_model_and_the_loader_as_they_were(model, data) -> None:
+    model.train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    curvature = ed.measure(model, data, progress=False)
+    ed.apply(model, ed.plan(model, curvature, macs=0.5), curvature, refit=iter(data))
+    assert model.training and all(module.training for module in model.modules())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_ridge_solution_is_that_of_the_normal_equations() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
+    ones = torch.cat([x, x.new_ones(20, 1)], dim=1)
+    weight, bias = _ridge(layer, ones.T @ ones, y.T @ ones)
+    pull = RIDGE * (ones.T @ ones).diagonal().mean()
+    solution = torch.cat([weight, bias[:, None]], dim=1).requires_grad_()
+    trained = torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach()
+    loss = (ones @ solution.T - y).square().sum() + pull * (solution - trained).square().sum()
+    (gradient,) = torch.autograd.grad(loss, solution)
+    assert float(gradient.abs().max()) < 1e-9
+
+
+def test_batch_norm_moves_by_what_compression_changed(model, data) -> None:
+    curvature = ed.measure(model, data, progress=False)
+    plan = ed.plan(model, curvature, macs=0.5)
+    plan.layers["stem"].structure, plan.layers["stem"].ranks = "svd", {"rank": 4}
+    small = ed.apply(model, plan, curvature, refit=data).eval()
+    with torch.no_grad():
+        means = [torch.stack([net.stem(x).mean((0, 2, 3)) for x, _ in data]).mean(0) for net in (model, small)]
+    assert torch.allclose(small.norm.running_mean - model.norm.running_mean, means[1] - means[0], atol=1e-5)
+    assert small.norm.momentum == model.norm.momentum
+
+
+def test_refitting_an_uncompressed_network_changes_nothing(model, data) -> None:
+    curvature = ed.measure(model, data, progress=False)
+    same = ed.apply(model, ed.plan(model, curvature, macs=1.0), curvature, refit=data)
+    assert all(torch.allclose(value, same.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_an_empty_loader_is_an_error(model, data) -> None:
+    curvature = ed.measure(model, data, progress=False)
+    with pytest.raises(ValueError, match="refit: the loader is empty"):
+        ed.apply(model, ed.plan(model, curvature, macs=0.5), curvature, refit=[])
+
+
+@pytest.mark.parametrize("arguments", [{"macs": 0.5}, {"params": 0.4}, {"method": "kron-obd", "ratio": 0.5}, {"examples": 100, "macs": 0.5}])
+def test_compress_does_it_all_and_reports_what_is_counted(model, data, arguments) -> None:
+    small, report = ed.compress(model, iter(data), progress=False, **arguments)
+    assert report.after == ed.count(small, data[0][0][:1]) and report.before == ed.count(model, data[0][0][:1])
+    assert report.after.params < report.before.params
+    assert "MACs per example" in str(report)
