@@ -1,5 +1,7 @@
 """Plans under a budget: what they promise is what is counted afterwards."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from networks import random_network
@@ -75,7 +77,7 @@ def test_budgets_hold_on_random_networks(seed: int) -> None:
 
 def test_a_larger_budget_never_has_a_larger_predicted_loss(model, curvature) -> None:
     losses = [ed.plan(model, curvature, macs=m / 10).loss for m in range(2, 11)]
-    assert all(later <= earlier * 1.05 for earlier, later in zip(losses, losses[1:], strict=False))
+    assert all(later <= earlier * 1.05 for earlier, later in pairwise(losses))
     assert losses[-1] == 0
 
 

@@ -84,7 +84,9 @@ def test_an_empty_loader_is_an_error(model, data) -> None:
         ed.apply(model, ed.plan(model, curvature, macs=0.5), curvature, refit=[])
 
 
-@pytest.mark.parametrize("arguments", [{"macs": 0.5}, {"params": 0.4}, {"method": "kron-obd", "ratio": 0.5}, {"examples": 100, "macs": 0.5}])
+@pytest.mark.parametrize(
+    "arguments", [{"macs": 0.5}, {"params": 0.4}, {"method": "kron-obd", "ratio": 0.5}, {"examples": 100, "macs": 0.5}]
+)
 def test_compress_does_it_all_and_reports_what_is_counted(model, data, arguments) -> None:
     small, report = ed.compress(model, iter(data), progress=False, **arguments)
     assert report.after == ed.count(small, data[0][0][:1]) and report.before == ed.count(model, data[0][0][:1])

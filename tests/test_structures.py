@@ -81,7 +81,7 @@ bases = pytest.mark.parametrize(("structure", "basis"), [("bottleneck", "channel
 
 @every_layer
 @bases
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_a_bottleneck_is_the_layer_with_its_weight_projected(
     name: str, structure: str, basis: str, data: st.DataObject
@@ -145,7 +145,7 @@ def test_mistake_3_a_bias_in_a_padded_convolution_is_right_at_the_borders(mode: 
 
 @every_layer
 @pytest.mark.parametrize("structure", ["depthwise", "depthwise-fisher"])
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_a_depthwise_layer_is_the_layer_with_its_core_decomposed(name: str, structure: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -169,7 +169,7 @@ def values_around(bottleneck: nn.Sequential, layer: LayerCurvature) -> tuple[Ten
 
 
 @every_layer
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_cp_is_the_layer_with_its_kernel_decomposed(name: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -183,7 +183,7 @@ def test_cp_is_the_layer_with_its_kernel_decomposed(name: str, data: st.DataObje
 
 @every_layer
 @bases
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_merged_equals_unmerged(name: str, structure: str, basis: str, data: st.DataObject) -> None:
     module, example, layer = case(name)
@@ -211,7 +211,7 @@ def test_only_a_module_named_core_between_two_rotations_is_a_core() -> None:
 
 @every_layer
 @pytest.mark.parametrize("structure", [name for name, row in STRUCTURES.items() if row.build and name != "merged"])
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_what_is_built_costs_what_is_foretold(name: str, structure: str, data: st.DataObject) -> None:
     module, example, layer = case(name)

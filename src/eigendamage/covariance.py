@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,8 +93,11 @@ class PatchSum:
             self.direct.addmm_(matrix.T, matrix)
 
     def total(self) -> Tensor:
-        total = self.zero.new_zeros(self.size, self.size) if self.direct is None else self.direct
-        return sum((part.total() for part in self.stationary.values()), total)
+        parts = [part.total() for part in self.stationary.values()] + ([] if self.direct is None else [self.direct])
+        total = parts.pop() if parts else self.zero.new_zeros(self.size, self.size)
+        for part in parts:
+            total += part
+        return total
 
 
 Region = tuple[tuple[int, int], ...]  # from, to along each axis
@@ -104,23 +107,19 @@ Offset = tuple[int, ...]
 class _Stationary:
     """Patch covariance of a layer with stride 1, where away from the borders only the offset of two taps matters.
 
-    The block of taps (j, j') is the sum over a window of positions u of x[u] x[u + j' - j]ᵀ. All windows are cut into the same
-    few regions (first rows, middle, last rows; likewise columns), each offset's product is summed once per region, and
+    The block of taps (j, j') is the sum over a window of positions u of x[u] x[u + j' - j]ᵀ. The windows of one offset are cut
+    into the same few regions (first rows, middle, last rows; likewise columns), the product is summed once per region, and
     every block adds up the regions in its window. The middle, which lies in every window, takes one convolution for all
     offsets: a 3×3 kernel costs little more than the gradient of a 5×5 one in place of 81 products.
     """
 
     def __init__(self, axes: list[Axis], space: tuple[int, ...], channels: int, zero: Tensor) -> None:
         self.axes, self.space, self.channels, self.zero = axes, space, channels, zero
-        self.windows = [
-            [_clip(tap * a.dilation - a.before, a.outputs(size), size) for tap in range(a.kernel)]
-            for a, size in zip(axes, space, strict=True)
-        ]
-        middle = tuple((max(low for low, _ in w), min(high for _, high in w)) for w in self.windows)
+        own = [_windows(axis, size, 0) for axis, size in zip(axes, space, strict=True)]
+        middle = tuple((max(low for low, _ in w.values()), min(high for _, high in w.values())) for w in own)
         inside = math.prod(max(0, high - low) for low, high in middle)
         self.middle = middle if 2 * inside >= math.prod(space) else None  # small maps are all border
         self.middle_sum: Tensor | None = None
-        self.regions = [r for r in itertools.product(*map(_segments, self.windows, space)) if r != self.middle]
         self.sums: dict[tuple[Offset, Region], Tensor] = {}
 
     def add(self, x: Tensor) -> None:
@@ -153,16 +152,15 @@ class _Stationary:
         return gradient
 
     def _offsets_and_regions(self) -> Iterator[tuple[Offset, Region]]:
-        """Each offset between two taps, up to sign, with the regions in which both positions lie inside the input."""
+        """Each offset between two taps, up to sign, with the regions outside the middle that its windows are made of."""
         for offset in self._offsets():
-            steps = [o * a.dilation for o, a in zip(offset, self.axes, strict=True)]
-            for region in self.regions:
-                clipped = tuple(
-                    (max(low, -step), min(high, size - step))
-                    for (low, high), step, size in zip(region, steps, self.space, strict=True)
-                )
-                if all(low < high for low, high in clipped):
-                    yield offset, clipped
+            segments = []
+            for i, (axis, size) in enumerate(zip(self.axes, self.space, strict=True)):
+                windows = list(_windows(axis, size, offset[i]).values())
+                segments.append(_segments(windows, () if self.middle is None else self.middle[i]))
+            for region in itertools.product(*segments):
+                if self.middle is None or not _within(region, self.middle):
+                    yield offset, region
 
     def _offsets(self) -> Iterator[Offset]:
         for offset in itertools.product(*(range(1 - a.kernel, a.kernel) for a in self.axes)):
@@ -177,16 +175,19 @@ class _Stationary:
 
     def total(self) -> Tensor:
         taps = list(itertools.product(*(range(a.kernel) for a in self.axes)))
-        blocks = self.zero.new_zeros(len(taps), len(taps), self.channels, self.channels)
+        blocks = self.zero.new_zeros(self.channels, len(taps), self.channels, len(taps))
         for offset, region, value in self._all_sums():
+            windows = [_windows(a, size, o) for a, size, o in zip(self.axes, self.space, offset, strict=True)]
             for i, tap in enumerate(taps):
                 other = tuple(t + o for t, o in zip(tap, offset, strict=True))
-                if other in taps and self._covers(tap, region):
+                if other not in taps:
+                    continue
+                if region == self.middle or _within(region, tuple(w[t] for w, t in zip(windows, tap, strict=True))):
                     j = taps.index(other)
-                    blocks[i, j] += value
+                    blocks[:, i, :, j] += value
                     if i != j:
-                        blocks[j, i] += value.T
-        return blocks.permute(2, 0, 3, 1).reshape(self.channels * len(taps), -1)
+                        blocks[:, j, :, i] += value.T
+        return blocks.view(self.channels * len(taps), -1)
 
     def _all_sums(self) -> Iterator[tuple[Offset, Region, Tensor]]:
         if self.middle is not None and self.middle_sum is not None:
@@ -196,15 +197,22 @@ class _Stationary:
         for (offset, region), value in self.sums.items():
             yield offset, region, value
 
-    def _covers(self, tap: tuple[int, ...], region: tuple[tuple[int, int], ...]) -> bool:
-        windows = [self.windows[axis][t] for axis, t in enumerate(tap)]
-        return all(w_low <= low and high <= w_high for (w_low, w_high), (low, high) in zip(windows, region, strict=True))
+
+def _windows(axis: Axis, size: int, offset: int) -> dict[int, tuple[int, int]]:
+    """For each tap that has another ``offset`` taps on: the positions u at which it and the other both lie inside the input."""
+    step, outputs = offset * axis.dilation, axis.outputs(size)
+    windows = {}
+    for tap in range(max(0, -offset), min(axis.kernel, axis.kernel - offset)):
+        start = tap * axis.dilation - axis.before
+        windows[tap] = (max(start, 0, -step), min(start + outputs, size, size - step))
+    return windows
 
 
-def _clip(start: int, length: int, size: int) -> tuple[int, int]:
-    return min(max(start, 0), size), min(max(start + length, 0), size)
+def _segments(windows: list[tuple[int, int]], also: Iterable[int]) -> list[tuple[int, int]]:
+    """The windows cut at each other's ends, so that each piece lies in a window wholly or not at all."""
+    cuts = sorted({*also, *(end for window in windows for end in window)})
+    return [piece for piece in itertools.pairwise(cuts) if any(_within((piece,), (window,)) for window in windows)]
 
 
-def _segments(windows: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    cuts = sorted({0, size, *(end for window in windows for end in window)})
-    return list(itertools.pairwise(cuts))
+def _within(region: Region, around: Region) -> bool:
+    return all(a <= low and high <= b for (low, high), (a, b) in zip(region, around, strict=True))

@@ -374,6 +374,7 @@ class _Observers:
         for name in self.by_name:  # the same order in every process
             observer = self.by_name[name]
             sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state().items()}
+            observer.inputs = observer.gradients = observer.fisher = None  # wide layers hold hundreds of megabytes
             layers[name] = self._finish(observer, sums, float(examples), whole)
         return Curvature({n: layers[n] for n in names}, self.reasons, coupled, int(examples), macs, needs - {"coupling"}, whole)
 
@@ -399,7 +400,7 @@ class _Observers:
                 self.reasons[observer.name] = "the loss does not depend on it"
         if observer.name in self.reasons:
             return LayerCurvature(shape)
-        scaled = {key: value / (seen if key in ("inputs", "patches") else examples) for key, value in sums.items()}
+        scaled = {key: value.div_(seen if key in ("inputs", "patches") else examples) for key, value in sums.items()}
         return LayerCurvature(shape, scale=observer.scale, **scaled)
 
 
