@@ -12,9 +12,13 @@ import torch
 
 import eigendamage as ed
 from eigendamage import demo
+from eigendamage.plans import BEST
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
+
+
+ASKED = {"kron-obd": ("ratio", (0.7,)), "eigendamage": ("ratio", (0.4, 0.7)), BEST: ("macs", (0.6, 0.2))}
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[demo.Result]:
-    return demo.demo(folder, ratios=(0.4, 0.7), epochs=2, finetuning=1, timings=3)
+    return demo.demo(folder, asked=ASKED, epochs=2, finetuning=1, timings=3)
 
 
 def test_pruned_models_are_smaller(results: list[demo.Result]) -> None:
     dense, *pruned = results
     assert dense.plan is None
-    assert [(r.plan.method, r.ratio) for r in pruned if r.plan] == [(m, r) for m in demo.METHODS for r in (0.4, 0.7)]
+    asked = [(method, f"{knob}={value}") for method, (knob, values) in ASKED.items() for value in values]
+    assert [(r.plan.method, r.asked) for r in pruned if r.plan] == asked
     for result in pruned:
         assert result.cost.params < dense.cost.params
         assert result.cost.macs < dense.cost.macs
@@ -54,11 +59,12 @@ def test_the_file_holds_the_chosen_model(results: list[demo.Result], folder: Pat
 def test_the_same_seed_gives_the_same_network(
     results: list[demo.Result], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    again = demo.demo(tmp_path, ratios=(0.7,), epochs=2, finetuning=1, timings=1)
-    assert [r.after for r in again] == [results[i].after for i in (0, 2, 4)]
+    fewer = {method: (knob, values[-1:]) for method, (knob, values) in ASKED.items()}
+    again = demo.demo(tmp_path, asked=fewer, epochs=2, finetuning=1, timings=1)
+    assert [r.after for r in again] == [results[i].after for i in (0, 1, 3, 5)]
     printed = capsys.readouterr().out
     assert "Dense against pruned" in printed
-    assert "EigenDamage: what each layer becomes" in printed
+    assert "Best structures: what each layer becomes" in printed
     assert "the same outputs" in printed.replace("\n", " ")
 
 
@@ -66,12 +72,12 @@ def test_chooses_the_cheapest_good_model_and_its_nearest_rival(results: list[dem
     def with_accuracies(*accuracies: float) -> list[demo.Result]:
         return [replace(result, after=after) for result, after in zip(results, accuracies, strict=True)]
 
-    dense, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.985, 0.981)
-    assert demo.choose([dense, rival_large, rival_small, large, small]) == (small, rival_small)
-    dense, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.985, 0.979)
-    assert demo.choose([dense, rival_large, rival_small, large, small]) == (large, rival_large)
-    dense, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.5, 0.6)
-    assert demo.choose([dense, rival_large, rival_small, large, small])[0] is small
+    dense, other, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.99, 0.985, 0.981)
+    assert demo.choose([dense, other, rival_large, rival_small, large, small]) == (small, rival_small)
+    dense, other, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.99, 0.985, 0.979)
+    assert demo.choose([dense, other, rival_large, rival_small, large, small]) == (large, rival_large)
+    dense, other, rival_large, rival_small, large, small = with_accuracies(0.99, 0.99, 0.99, 0.99, 0.5, 0.6)
+    assert demo.choose([dense, other, rival_large, rival_small, large, small])[0] is small
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "sklearn"])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("sklearn")
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -21,7 +23,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_examples() -> None:
-    assert [path.stem for path in EXAMPLES] == ["01_ratio", "02_edit_a_plan", "03_iterate"]
+    assert [path.stem for path in EXAMPLES] == ["01_budget", "02_ratio", "03_edit_a_plan", "04_iterate"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -29,9 +31,9 @@ def test_runs(example: Path, tmp_path: Path) -> None:
     done = run(["-W", "error", str(example)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert "EigenDamage: what each layer becomes" in done.stdout
+    assert ": what each layer becomes" in done.stdout
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_is_short(example: Path) -> None:
-    assert len(example.read_text().splitlines()) <= 40
+    assert len(example.read_text().splitlines()) <= 45

@@ -182,9 +182,10 @@ def test_scores_of_the_last_linear_layer_move_the_percentile_of_channels() -> No
         assert plan.kept[LAST_LINEAR].outputs == list(range(5))
 
 
-def test_channels_predict_the_sum_of_the_scores_that_go() -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_channels_predict_the_sum_of_the_scores_that_go(normalize: bool) -> None:
     model, curvature = case()
-    plan = planned("c-obd", 0.5)
+    plan = planned("c-obd", 0.5, normalize=normalize)
     for name in CONVOLUTIONS:
         scores = METHODS["c-obd"].scores(model.get_submodule(name).weight, curvature[name].fisher)
         gone = [i for i in range(len(scores)) if i not in plan.kept[name].outputs]
@@ -324,6 +325,13 @@ def test_cp_takes_a_multiple_of_each_rank_one_rank_or_a_rank_for_each_layer() ->
 
 def test_the_ratio_of_cp_is_the_share_of_the_rank_that_goes() -> None:
     assert planned("cp", 0.75, allow_larger=True)["3"].ranks == {"cp": 3}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_predicts_no_loss_claims_none(method: str) -> None:
+    plan = planned(method, 0.5, allow_larger=True)
+    changed = [choice for choice in plan.layers.values() if choice.structure != "dense"]
+    assert changed and all((choice.predicted_loss is not None) == METHODS[method].predicts for choice in changed)
 
 
 # --- edited by hand ---------------------------------------------------------------------------------------------------------

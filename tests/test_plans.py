@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -45,7 +46,7 @@ def test_json_keeps_everything(plan: Plan) -> None:
 def test_totals_are_sums_over_layers_and_never_more_than_dense_where_all_is_dense(plan: Plan) -> None:
     assert plan.params == sum(choice.params for choice in plan.layers.values())
     assert plan.macs == sum(choice.macs for choice in plan.layers.values())
-    assert plan.loss == sum(choice.loss for choice in plan.layers.values())
+    assert plan.loss == math.fsum(choice.loss for choice in plan.layers.values() if choice.structure != "dense")
     dense = Plan(plan.method, {name: Choice(choice.shape) for name, choice in plan.layers.items()})
     assert (dense.params, dense.macs) == (plan.dense_params, plan.dense_macs)
 
@@ -115,3 +116,13 @@ def test_a_table_says_what_each_layer_becomes_what_it_costs_and_why() -> None:
 def test_an_unknown_layer_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"the plan has no layer 'conv9'; its layers are conv1"):
         Plan("cp", {"conv1": Choice(SHAPE)})["conv9"]
+
+
+def test_a_predicted_loss_is_of_what_was_planned_and_of_nothing_else() -> None:
+    planned = Choice(SHAPE, "bottleneck", {"in": 2, "out": 3}, 0.5, loss_of="bottleneck in 2 out 3")
+    plan = Plan("eigendamage", {"a": Choice(SHAPE), "b": planned})
+    assert plan.loss == planned.predicted_loss == 0.5
+    planned.ranks["in"] = 3
+    assert plan.loss is planned.predicted_loss is None and "unknown" in str(plan)
+    planned.structure, planned.ranks = "dense", {}
+    assert plan.loss == planned.predicted_loss == 0

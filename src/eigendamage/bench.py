@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 import eigendamage as ed
 from eigendamage.lab.networks import NETWORKS
 from eigendamage.progress import track
+from eigendamage.text import render
 
 MEASURED = {"channel form": ("eigendamage",), "patch form": ("kron-obd", "kron-obs")}
 TIME_TARGETS = {"channel form": 1.2, "patch form": 2.5, "plan + apply": 1.0}
@@ -78,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": [{**asdict(row), "met": row.met} for row in rows],
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n")
-    console = Console(highlight=False)
-    console.print(_table(rows, setup))
-    console.print(", ".join(f"{key}: {value}" for key, value in machine().items()), soft_wrap=True)
+    print(render(_table(rows, setup)))
+    print(", ".join(f"{key}: {value}" for key, value in machine().items()))
 
 
 # --- the tasks --------------------------------------------------------------------------------------------------------------
@@ -231,7 +230,6 @@ def _table(rows: Sequence[Row], setup: Setup) -> Table:
             "" if row.cpu_ratio is None else f"{row.cpu_ratio:.2f}",
             f"≤ {row.target}",
             "met" if row.met else "missed",
-            style=None if row.met else "bold",
         )
     return table
 

@@ -11,7 +11,7 @@ from eigendamage import structures
 from eigendamage.cost import parameters
 from eigendamage.curvature import Curvature
 from eigendamage.layers import candidates, weight_of
-from eigendamage.plans import Choice, Plan
+from eigendamage.plans import BEST, Choice, Plan
 from eigendamage.solver import Options, solve
 from eigendamage.structures import STRUCTURES
 
@@ -46,7 +46,7 @@ def best_plan(
     chosen = solve(options, budgets) if options else None
     if chosen is None:
         raise ValueError(_unreachable(model, curvature, options, fractions, limits, fixed))
-    plan = Plan("best", dict(layers))
+    plan = Plan(BEST, dict(layers))
     for name, offered, index in zip(names, options, chosen, strict=True):
         structure, ranks = offered.labels[index]
         loss = float(offered.losses[index])

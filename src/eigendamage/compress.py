@@ -15,7 +15,7 @@ from eigendamage.cost import Cost, forward_macs, parameters
 from eigendamage.measuring import DEFAULT_METHODS, measure
 from eigendamage.passes import evaluating
 from eigendamage.planning import plan
-from eigendamage.plans import Plan
+from eigendamage.plans import Plan, loss_text
 from eigendamage.surgery import apply
 from eigendamage.text import render, si
 
@@ -35,7 +35,7 @@ class Report:
         for title, key in (("parameters", "params"), ("MACs per example", "macs")):
             before, after = getattr(self.before, key), getattr(self.after, key)
             table.add_row(title, si(before), si(after), f"{after / max(1, before):.1%}")
-        table.add_row("predicted increase of the loss", "", f"{self.plan.loss:.3g}", "")
+        table.add_row("predicted increase of the loss", "", loss_text(self.plan.loss), "")
         return render(table)
 
 

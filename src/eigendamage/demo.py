@@ -1,4 +1,4 @@
-"""``python -m eigendamage.demo``: a small network on handwritten digits, pruned by two methods from one measurement."""
+"""``python -m eigendamage.demo``: a small network on handwritten digits, made smaller in three ways from one measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import eigendamage as ed
 from eigendamage.finetune import finetune
-from eigendamage.plans import method_title
+from eigendamage.plans import BEST, method_title
 from eigendamage.progress import track
 from eigendamage.text import si
 
-METHODS = ("kron-obd", "eigendamage")
-RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+# Two methods of the paper at its ratios, and budgets, for which every layer gets the structure that suits it.
+ASKED: dict[str, tuple[str, tuple[float, ...]]] = {
+    "kron-obd": ("ratio", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)),
+    "eigendamage": ("ratio", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)),
+    BEST: ("macs", (0.7, 0.5, 0.3, 0.2, 0.1, 0.05)),
+}
 LEARNING_RATE = 0.05
 
 # A loss of accuracy that a user would accept: the model to look at closely is the cheapest one within it.
@@ -57,7 +61,7 @@ class Result:
     before: float
     after: float
     plan: ed.Plan | None = None
-    ratio: float = 0.0
+    asked: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,7 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def demo(
-    out: Path, *, ratios: Sequence[float] = RATIOS, epochs: int = 8, finetuning: int = 4, timings: int = 200, seed: int = 0
+    out: Path,
+    *,
+    asked: Mapping[str, tuple[str, Sequence[float]]] = ASKED,
+    epochs: int = 8,
+    finetuning: int = 4,
+    timings: int = 200,
+    seed: int = 0,
 ) -> list[Result]:
     """Train, measure, prune, fine-tune and compare; the dense model comes first in what is returned."""
     _require_extras()
@@ -76,12 +86,12 @@ def demo(
     with _one_thread():
         digits = load_digits(seed)
         dense = _train(digits, epochs, console)
-        results = [dense, *_prune(dense.model, digits, ratios, finetuning, console)]
+        results = [dense, *_prune(dense.model, digits, asked, finetuning, console)]
         chosen, rival = choose(results)
         console.print(_table(results, chosen, _seconds([result.model for result in results], digits.test[0][:1], timings)))
     assert chosen.plan is not None
     print(f"\n{chosen.plan}\n")
-    console.print(_save(chosen.model, out / "pruned.safetensors", digits))
+    console.print(_save(chosen.model, out / "pruned.safetensors", digits), soft_wrap=True)
     draw(results, chosen, rival, out / "demo.png")
     console.print(f"The picture is {out / 'demo.png'}", soft_wrap=True)
     return results
@@ -151,26 +161,33 @@ def _train(digits: Digits, epochs: int, console: Console) -> Result:
     return Result("dense", model, ed.count(model, digits.test[0][:1]), reached, reached)
 
 
-def _prune(model: nn.Module, digits: Digits, ratios: Sequence[float], epochs: int, console: Console) -> list[Result]:
+def _prune(
+    model: nn.Module, digits: Digits, asked: Mapping[str, tuple[str, Sequence[float]]], epochs: int, console: Console
+) -> list[Result]:
     console.print("Measuring its curvature, once for all plans")
-    curvature = ed.measure(model, digits.batches(), methods=METHODS, seed=digits.seed)
-    plans = [(ratio, ed.plan(model, curvature, method=method, ratio=ratio)) for method in METHODS for ratio in ratios]
-    console.print(f"Pruning and fine-tuning it {len(plans)} times, {epochs} epochs each")
+    curvature = ed.measure(model, digits.batches(), seed=digits.seed)
+    wanted = [(method, knob, value) for method, (knob, values) in asked.items() for value in values]
+    console.print(f"Pruning and fine-tuning it {len(wanted)} times, {epochs} epochs each")
     results = []
-    for ratio, plan in track(plans, "pruning and fine-tuning"):
-        small = ed.apply(model, plan, curvature)
+    for method, knob, value in track(wanted, "pruning and fine-tuning"):
+        budget = method == BEST
+        amount: dict[str, Any] = {knob: value}
+        plan = ed.plan(model, curvature, method=None if budget else method, **amount)
+        small = ed.apply(model, plan, curvature, refit=digits.batches() if budget else None)
         before = accuracy(small, digits)
         finetune(small, digits.batches(), epochs=epochs, learning_rate=LEARNING_RATE, schedule="cosine", progress=False)
         cost = ed.count(small, digits.test[0][:1])
-        results.append(Result(method_title(plan.method), small, cost, before, accuracy(small, digits), plan, ratio))
+        results.append(
+            Result(method_title(plan.method), small, cost, before, accuracy(small, digits), plan, f"{knob}={value:g}")
+        )
     return results
 
 
 def choose(results: Sequence[Result]) -> tuple[Result, Result]:
-    """The cheapest EigenDamage model within the tolerated loss of accuracy, or the best one; and its nearest rival in MACs."""
+    """The cheapest model of a budget within the tolerated loss of accuracy, or the best; and EigenDamage's nearest in MACs."""
     dense, ours, theirs = (
         [result for result in results if (result.plan.method if result.plan else "") == method]
-        for method in ("", "eigendamage", "kron-obd")
+        for method in ("", BEST, "eigendamage")
     )
     good = [result for result in ours if result.after >= dense[0].after - TOLERATED]
     chosen = min(good, key=lambda result: result.cost.macs) if good else max(ours, key=lambda result: result.after)
@@ -215,14 +232,14 @@ def _seconds(models: Sequence[nn.Module], images: Tensor, repetitions: int) -> l
 def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) -> Table:
     dense = results[0]
     table = Table(
-        title="Dense against pruned: accuracy on the test digits, time for one of them",
+        title="Dense against pruned: accuracy on the test digits, time for one digit",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
         pad_edge=False,
         title_justify="left",
     )
     table.add_column("model", no_wrap=True)
-    for header in ("ratio", "pruned", "fine-tuned", "parameters", "MACs", "time"):
+    for header in ("asked", "pruned", "tuned", "parameters", "MACs", "ms"):
         table.add_column(header, justify="right", no_wrap=True)
     previous = dense
     for result, time_taken in zip(results, seconds, strict=True):
@@ -230,12 +247,12 @@ def _table(results: Sequence[Result], chosen: Result, seconds: Sequence[float]) 
             table.add_section()
         table.add_row(
             result.title,
-            f"{result.ratio:g}" if result.plan else "",
+            result.asked,
             f"{result.before:.1%}" if result.plan else "",
             f"{result.after:.1%}",
             f"{si(result.cost.params)} {_share(result.cost.params, dense.cost.params)}",
             f"{si(result.cost.macs)} {_share(result.cost.macs, dense.cost.macs)}",
-            f"{1e3 * time_taken:.2f} ms {_share(time_taken, seconds[0])}",
+            f"{1e3 * time_taken:.2f} {_share(time_taken, seconds[0])}",
             style="bold" if result is chosen else None,
         )
         previous = result
@@ -249,7 +266,7 @@ def _share(part: int | float, whole: int | float) -> str:
 # --- the picture ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
-COLOURS = {"eigendamage": "#0072B2", "kron-obd": "#D55E00"}
+COLOURS = {BEST: "#0072B2", "eigendamage": "#009E73", "kron-obd": "#D55E00"}
 INK, GREY, FAINT = "#222222", "#666666", "#E4E4E4"
 STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -268,38 +285,38 @@ Axes = Any
 
 
 def draw(results: Sequence[Result], chosen: Result, rival: Result, path: Path) -> None:
-    """Accuracy against cost on the left; on the right, what two models of about the same cost keep of each layer."""
+    """Accuracy against cost, before and after fine-tuning; and what two models of about the same cost keep of each layer."""
     import matplotlib.pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with plt.rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.08)
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), width_ratios=[1.35, 1], layout=layout)
-        _draw_accuracy(left, results, chosen)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.06)
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8), width_ratios=[1.1, 1.1, 1], layout=layout)
+        share = f"with {chosen.cost.macs / results[0].cost.macs:.0%} of the MACs"
+        names = {result.plan.method: result.title for result in results if result.plan}
+        subtitle = [(f"{name}   ", COLOURS[method]) for method, name in reversed(names.items())]
+        _draw_accuracy(left, results, chosen, lambda result: result.before)
+        _headline(left, f"Just pruned: {chosen.before:.1%} {share}", *subtitle)
+        _draw_accuracy(middle, results, chosen, lambda result: result.after)
+        _headline(middle, f"Fine-tuned: {chosen.after:.1%} {share}", (f"dense: {results[0].after:.1%}", GREY))
         _draw_layers(right, results[0], chosen, rival)
-        figure.savefig(path, dpi=200)
+        figure.savefig(path, dpi=160)
         plt.close(figure)
 
 
-def _draw_accuracy(axes: Axes, results: Sequence[Result], chosen: Result) -> None:
+def _draw_accuracy(axes: Axes, results: Sequence[Result], chosen: Result, of: Callable[[Result], float]) -> None:
     dense = results[0]
     for method, colour in COLOURS.items():
         own = sorted((r for r in results if r.plan and r.plan.method == method), key=lambda r: r.cost.macs)
-        shares = [r.cost.macs / dense.cost.macs for r in own]
-        axes.plot([*shares, 1], [r.before for r in (*own, dense)], "--", color=colour, linewidth=1.5)
-        axes.plot([*shares, 1], [r.after for r in (*own, dense)], "-", color=colour, linewidth=2.5)
-        axes.plot(shares, [r.after for r in own], "o", color=colour, markersize=6)
-        below = {"xytext": (0, -12), "textcoords": "offset points", "va": "top"}
-        axes.annotate(own[0].title, (shares[0], own[0].after), color=colour, fontweight="bold", **below)
-    axes.plot(1, dense.after, "D", color=INK, markersize=8, zorder=5)
-    axes.annotate("dense", (1, dense.after), (0, 10), textcoords="offset points", ha="center", fontweight="bold")
-    axes.plot(chosen.cost.macs / dense.cost.macs, chosen.after, "o", markersize=13, fillstyle="none", color=INK)
+        shares = [r.cost.macs / dense.cost.macs for r in (*own, dense)]
+        axes.plot(shares, [of(r) for r in (*own, dense)], "o-", color=colour, linewidth=2.5, markersize=6)
+    axes.plot(1, of(dense), "D", color=INK, markersize=8, zorder=5)
+    axes.annotate("dense", (1, of(dense)), (0, 10), textcoords="offset points", ha="center", fontweight="bold")
+    axes.plot(chosen.cost.macs / dense.cost.macs, of(chosen), "o", markersize=13, fillstyle="none", color=INK)
     axes.set(xlim=(0, 1.04), ylim=(0, 1.1), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1], xlabel="remaining MACs", ylabel="test accuracy")
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(color=FAINT)
-    title = f"{chosen.after:.1%} accuracy with {chosen.cost.macs / dense.cost.macs:.0%} of the MACs"
-    _headline(axes, title, (f"dense: {dense.after:.1%}   ·   dashed: just pruned   ·   solid: fine-tuned", GREY))
 
 
 def _draw_layers(axes: Axes, dense: Result, chosen: Result, rival: Result) -> None:
@@ -318,7 +335,7 @@ def _draw_layers(axes: Axes, dense: Result, chosen: Result, rival: Result) -> No
     axes.set(xlim=(0, 1.12), xticks=[])
     axes.tick_params(length=0)
     axes.spines["bottom"].set_visible(False)
-    _headline(axes, "Weights left in each layer", *words[:-1], (" of the MACs", GREY))
+    _headline(axes, "Weights left in each layer", *words[:-1])
 
 
 def _headline(axes: Axes, title: str, *subtitle: tuple[str, str]) -> None:

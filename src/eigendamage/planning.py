@@ -17,7 +17,7 @@ from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
 from eigendamage.methods import METHODS, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
-from eigendamage.plans import Choice, Kept, Plan
+from eigendamage.plans import BEST, Choice, Kept, Plan
 from eigendamage.selection import keep_by_percentile, keep_units
 
 LAST = "it is the last linear layer"
@@ -73,7 +73,7 @@ def _plan_directions(
     }
     scores = {(name, side): s for name, b in bases.items() for side, s in (("in", b.input_scores), ("out", b.output_scores))}
     if rules.normalize:
-        scores = {key: values / values.sum().clamp(min=torch.finfo(values.dtype).tiny) for key, values in scores.items()}
+        scores = {key: _normalized(values) for key, values in scores.items()}
     kept = keep_by_percentile(scores, ratio, rules.cap)
     for name in rotations:
         layers[name].reason = "the rotation of a core; it follows the core"
@@ -132,7 +132,8 @@ def _plan_channels(
     if curvature.coupling is None:
         raise ValueError(f"method {method!r} needs the coupling of channels; name the method in measure(..., methods=[...])")
     coupling, modules = curvature.coupling, candidates(model)
-    scores = _scores(curvature, modules, method_named(method), rules)
+    losses = _scores(curvature, modules, method_named(method))
+    scores = {name: _normalized(values) for name, values in losses.items()} if rules.normalize else losses
     count = 1 + max((unit for side in coupling.sides.values() for unit in side.outputs), default=FIXED)
     _leave_last_linear(layers, curvature, rules)
     held = {name for name, choice in layers.items() if choice.reason and getattr(modules[name], "groups", 1) == 1}
@@ -147,17 +148,17 @@ def _plan_channels(
     kept = keep_units(totals, removable, listed, [torch.tensor(free) for free in capped if free], ratio, rules.cap)
     plan = Plan(method, layers, _kept(coupling, kept))
     for name, choice in layers.items():
-        _describe_channels(plan, name, choice, scores.get(name), coupling)
+        _describe_channels(plan, name, choice, losses.get(name), coupling)
     return plan
 
 
-def _scores(curvature: Curvature, modules: Mapping[str, nn.Module], method: Method, rules: Rules) -> dict[str, Tensor]:
-    scores = {}
-    for name, layer in curvature.measured.items():
-        values = channel_scores(method, weight_of(modules[name]), layer)
-        if values is not None:
-            scores[name] = values / values.sum().clamp(min=torch.finfo(values.dtype).tiny) if rules.normalize else values
-    return scores
+def _scores(curvature: Curvature, modules: Mapping[str, nn.Module], method: Method) -> dict[str, Tensor]:
+    scores = {name: channel_scores(method, weight_of(modules[name]), layer) for name, layer in curvature.measured.items()}
+    return {name: values for name, values in scores.items() if values is not None}
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    return scores / scores.sum().clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def _removable(coupling: Coupling, scores: Mapping[str, Tensor], held: Collection[str], count: int) -> Tensor:
@@ -180,7 +181,7 @@ def _kept(coupling: Coupling, kept: Tensor) -> dict[str, Kept]:
     return {n: k for n, (s, k) in sides.items() if len(k.inputs) < len(s.inputs) or len(k.outputs) < len(s.outputs)}
 
 
-def _describe_channels(plan: Plan, name: str, choice: Choice, scores: Tensor | None, coupling: Coupling) -> None:
+def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | None, coupling: Coupling) -> None:
     if name not in plan.kept:
         choice.reason = choice.reason or coupling.reasons.get(name, ALL_STAYS)
         return
@@ -188,8 +189,8 @@ def _describe_channels(plan: Plan, name: str, choice: Choice, scores: Tensor | N
     depthwise = choice.shape.inputs == 1 and len(coupling.sides[name].inputs) > 1
     choice.structure, choice.reason = "channels", ""
     choice.ranks = {"in": 1 if depthwise else len(kept.inputs), "out": len(kept.outputs)}
-    if scores is not None:
-        choice.loss = float(scores.index_fill(0, torch.tensor(kept.outputs), 0).sum())
+    if losses is not None:
+        choice.loss = float(losses.index_fill(0, torch.tensor(kept.outputs), 0).sum())
 
 
 # --- given ranks: CP --------------------------------------------------------------------------------------------------------
@@ -276,17 +277,26 @@ def plan(
     if sum((ratio is not None, ranks is not None, bool(budgets))) != 1:
         raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=..., params=...)")
     if budgets:
-        return _within(model, curvature, method, budgets, multiple, rules)
+        return _labelled(_within(model, curvature, method, budgets, multiple, rules))
     if row is None or method is None:
         raise ValueError(f"method: ratio and ranks need one of {some(METHODS, 20)}")
     if ranks is not None:
         if row.removes != "rank":
             raise ValueError(f"ranks: only cp takes given ranks; {method!r} finds its own from ratio=...")
-        return plan_ranks(model, curvature, ranks, rules)
+        return _labelled(plan_ranks(model, curvature, ranks, rules))
     assert ratio is not None
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio: must be at least 0 and below 1; got {ratio}")
-    return plan_at_ratio(model, curvature, method, ratio, rules)
+    return _labelled(plan_at_ratio(model, curvature, method, ratio, rules))
+
+
+def _labelled(plan: Plan) -> Plan:
+    """Losses with what they were predicted for, and none where the method predicts none."""
+    predicts = plan.method not in METHODS or METHODS[plan.method].predicts
+    for choice in plan.layers.values():
+        choice.loss_of = choice.description
+        choice.loss = choice.loss if predicts else None
+    return plan
 
 
 def _within(
@@ -299,7 +309,7 @@ def _within(
         raise ValueError(f"multiple: must be at least 1; got {multiple}")
     layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
     if all(value == 1 for value in budgets.values()):
-        return Plan(method or "best", layers)
+        return Plan(method or BEST, layers)
     if method is not None:
         return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
     curvature.require(("patches", "gradients"), "a budget")

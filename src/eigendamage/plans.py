@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
@@ -13,6 +14,7 @@ from eigendamage.methods import METHODS
 from eigendamage.text import render, si
 
 FORMAT = 1
+BEST = "best"  # the method of a plan that only budgets have shaped
 
 
 @dataclass
@@ -22,8 +24,9 @@ class Choice:
     shape: LayerShape
     structure: str = "dense"
     ranks: dict[str, int] = field(default_factory=dict)
-    loss: float = 0.0  # increase of the loss that the method predicts
+    loss: float | None = 0.0  # increase of the loss that the method predicts; None if it predicts none
     reason: str = ""  # why it stays dense
+    loss_of: str = ""  # what the loss was predicted for; an edited layer is something else
 
     @property
     def params(self) -> int:
@@ -32,6 +35,17 @@ class Choice:
     @property
     def macs(self) -> int:
         return structures.macs(self.structure, self.shape, self.ranks)
+
+    @property
+    def predicted_loss(self) -> float | None:
+        """The loss, unless the layer has been edited since it was predicted."""
+        if self.structure == "dense":
+            return 0.0
+        return self.loss if self.loss_of in ("", self.description) else None
+
+    @property
+    def description(self) -> str:
+        return " ".join([self.structure, *(f"{key} {rank}" for key, rank in self.ranks.items())])
 
 
 @dataclass
@@ -69,9 +83,11 @@ class Plan:
         return sum(choice.shape.macs for choice in self.layers.values())
 
     @property
-    def loss(self) -> float:
-        """Predicted increase of the loss."""
-        return sum((choice.loss for choice in self.layers.values()), 0.0)
+    def loss(self) -> float | None:
+        """Predicted increase of the loss; None where some layer has no prediction."""
+        losses = [choice.predicted_loss for choice in self.layers.values()]
+        known = [loss for loss in losses if loss is not None]
+        return math.fsum(known) if len(known) == len(losses) else None
 
     def __getitem__(self, name: str) -> Choice:
         if name not in self.layers:
@@ -103,11 +119,13 @@ class Plan:
             table.add_row(name, choice.structure, _ranks(choice), *_costs(choice), _loss(choice), choice.reason)
         table.add_section()
         cost = _cost(self.params, self.dense_params), _cost(self.macs, self.dense_macs)
-        table.add_row("all layers", "", "", *cost, f"{self.loss:.3g}", "")
+        table.add_row("all layers", "", "", *cost, loss_text(self.loss), "")
         return render(table)
 
 
 def method_title(name: str) -> str:
+    if name == BEST:
+        return "Best structures"
     return METHODS[name].title if name in METHODS else name
 
 
@@ -125,4 +143,8 @@ def _cost(after: int, before: int) -> str:
 
 
 def _loss(choice: Choice) -> str:
-    return "" if choice.structure == "dense" else f"{choice.loss:.3g}"
+    return "" if choice.structure == "dense" else loss_text(choice.predicted_loss)
+
+
+def loss_text(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.3g}"

@@ -27,6 +27,7 @@ class Method:
     scores: Scores | None = None  # for channels: called with the weight, where wanted, and the statistics it needs
     weighs: bool = True  # whether `scores` takes the weight
     compensates: bool = False  # whether the kept filters are updated for the loss of the others
+    predicts: bool = True  # whether its plans say by how much the loss will grow
 
 
 METHODS: dict[str, Method] = {
@@ -35,9 +36,9 @@ METHODS: dict[str, Method] = {
     "kron-obd": Method("Kron-OBD", "channels", ("patches", "gradients"), kron_obd.scores),
     "kron-obs": Method("Kron-OBS", "channels", ("patches", "gradients"), kron_obs.scores, compensates=True),
     "eigendamage": Method("EigenDamage", "directions", ("inputs", "gradients")),
-    "eigendamage-depthwise": Method("EigenDamage-Depthwise", "directions", ("inputs", "gradients")),
-    "slimming": Method("NN Slimming", "channels", ("scale",), slimming.scores, weighs=False),
-    "cp": Method("CP decomposition", "rank", ()),
+    "eigendamage-depthwise": Method("EigenDamage-Depthwise", "directions", ("inputs", "gradients"), predicts=False),
+    "slimming": Method("NN Slimming", "channels", ("scale",), slimming.scores, weighs=False, predicts=False),
+    "cp": Method("CP decomposition", "rank", (), predicts=False),
 }
 
 

@@ -73,6 +73,19 @@ def factors(
     return u[:, :rank] * scale, scale[:, None] * v[:rank]
 
 
+def balanced(
+    left: Float[Tensor, "rows rank"], right: Float[Tensor, "rank columns"]
+) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rank columns"]]:
+    """Factors of the same product, with orthogonal directions and equally large.
+
+    Mapped back from the whitened metric they may differ by orders of magnitude: fine-tuning would overshoot in one of them.
+    """
+    q, r = torch.linalg.qr(left)
+    p, s = torch.linalg.qr(right.T)
+    inner_left, inner_right = factors(r @ s.T, left.shape[1])
+    return q @ inner_left, inner_right @ p.T
+
+
 def _left_out(energies: Tensor) -> Tensor:
     return (energies.sum() - energies.cumsum(0)).clamp(min=0) / 2
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eigendamage.curvature import LayerCurvature
 from eigendamage.layers import LayerShape, bias_of, build_along, build_like, build_pointwise, weight_of
-from eigendamage.methods.whitened import factors, losses_by_rank, losses_by_two_ranks, tucker, whitened
+from eigendamage.methods.whitened import balanced, factors, losses_by_rank, losses_by_two_ranks, tucker, whitened
 from eigendamage.structures import channels
 from eigendamage.structures.base import Grid, Ranks, Stage, Structure, chain
 
@@ -47,10 +47,9 @@ def _build_svd(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Mod
     """The kernel stays in the first stage, which is followed by a 1×1 stage."""
     white = whitened(weight_of(module), layer, "patch")
     left, right = factors(white.tensor, ranks["rank"])
-    first = (right @ white.input_inverse).reshape(-1, *weight_of(module).shape[1:])
-    return chain(
-        first=build_like(module, first, None), second=build_pointwise(module, white.output_inverse @ left, bias_of(module))
-    )
+    left, right = balanced(white.output_inverse @ left, right @ white.input_inverse)
+    first = right.reshape(-1, *weight_of(module).shape[1:])
+    return chain(first=build_like(module, first, None), second=build_pointwise(module, left, bias_of(module)))
 
 
 # --- 1×1, kernel, 1×1 (Tucker-2), without a first or last stage that has full rank ------------------------------------------
@@ -75,18 +74,28 @@ def _tucker_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
 def _build_tucker(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
     white = whitened(weight_of(module), layer, "channel")
     u, v = tucker(white.tensor.flatten(2), ranks["out"], ranks["in"])
-    whole_out, whole_in = ranks["out"] == len(u), ranks["in"] == len(v)
-    # Where a stage is dropped, its basis goes back into the core.
-    left = white.output_inverse @ u @ u.T if whole_out else u.T
-    right = v @ v.T @ white.input_inverse if whole_in else v
-    core = torch.einsum("ro,oi...,ic->rc...", left, white.tensor, right)
+    core = torch.einsum("or,oi...,ic->rc...", u, white.tensor, v)
+    expand, output_scale = _rotation(white.output_inverse @ u)
+    reduce, input_scale = _rotation(white.input_inverse @ v)
+    core = torch.einsum("sr,rc...,dc->sd...", output_scale, core, input_scale)
     stages: dict[str, nn.Module] = {}
-    if not whole_in:
-        stages["reduce"] = build_pointwise(module, v.T @ white.input_inverse, None)
-    stages["core"] = build_like(module, core, bias_of(module) if whole_out else None)
-    if not whole_out:
-        stages["expand"] = build_pointwise(module, white.output_inverse @ u, bias_of(module))
+    if reduce is not None:
+        stages["reduce"] = build_pointwise(module, reduce.T, None)
+    stages["core"] = build_like(module, core, bias_of(module) if expand is None else None)
+    if expand is not None:
+        stages["expand"] = build_pointwise(module, expand, bias_of(module))
     return chain(**stages)
+
+
+def _rotation(basis: Tensor) -> tuple[Tensor | None, Tensor]:
+    """An outer stage with orthonormal columns, for the sake of fine-tuning, and what is left for the core.
+
+    A basis of full rank is no stage of its own: all of it goes into the core.
+    """
+    if basis.shape[0] == basis.shape[1]:
+        return None, basis
+    orthonormal, rest = torch.linalg.qr(basis)
+    return orthonormal, rest
 
 
 # --- one axis after the other: k×1, then 1×k, or the other way round --------------------------------------------------------
@@ -128,7 +137,9 @@ def _build_separable(module: nn.Module, layer: LayerCurvature, ranks: Ranks, fir
     outputs, inputs, *kernel = white.tensor.shape
     left, right = factors(_separable_matrix(white.tensor, first), ranks["rank"])
     before = torch.einsum("rik,ij->rjk", right.reshape(-1, inputs, kernel[first]), white.input_inverse)
-    after = torch.einsum("oj,jkr->ork", white.output_inverse, left.reshape(outputs, kernel[1 - first], -1))
+    after = torch.einsum("oj,jkr->okr", white.output_inverse, left.reshape(outputs, kernel[1 - first], -1))
+    left, right = balanced(after.flatten(0, 1), before.flatten(1))
+    before, after = right.reshape(before.shape), left.reshape(after.shape).transpose(1, 2)
     return chain(first=build_along(module, before, None, first), second=build_along(module, after, bias_of(module), 1 - first))
 
 
