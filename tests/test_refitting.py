@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_layers import layers
 from test_budgets import Small
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import eigendamage as ed
-from eigendamage.refitting import RIDGE, _ridge
+from eigendamage.layers import patches, prepare, rows, weight_of
+from eigendamage.refitting import RIDGE, _Moments
 
 
 @pytest.fixture
@@ -28,8 +32,8 @@ def error(small: nn.Module, model: nn.Module, data: list[tuple[Tensor, Tensor]])
 
 
 def test_refitting_brings_the_outputs_nearer_to_the_dense_model() -> None:
-    layers = [nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Linear(24, 5)).eval()
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.Linear(24, 5)).eval()
     mixed = torch.randn(24, 24) * torch.logspace(0, -2, 24)
     data = [(torch.randn(200, 24) @ mixed.T, torch.zeros(200).long()) for _ in range(2)]
     curvature = ed.measure(model, data, progress=False)
@@ -48,17 +52,57 @@ def test_refitting_leaves_the_dense_model_and_the_loader_as_they_were(model, dat
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_the_ridge_solution_is_that_of_the_normal_equations() -> None:
-    layer = nn.Linear(4, 3, dtype=torch.float64)
-    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
-    ones = torch.cat([x, x.new_ones(20, 1)], dim=1)
-    weight, bias = _ridge(layer, ones.T @ ones, y.T @ ones)
-    pull = RIDGE * (ones.T @ ones).diagonal().mean()
-    solution = torch.cat([weight, bias[:, None]], dim=1).requires_grad_()
-    trained = torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach()
-    loss = (ones @ solution.T - y).square().sum() + pull * (solution - trained).square().sum()
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@settings(max_examples=60)
+@given(layers(), st.integers(1, 3))
+def test_the_ridge_solution_is_that_of_the_normal_equations(drawn: tuple[nn.Module, Tensor], calls: int) -> None:
+    layer, inputs = drawn
+    xs = [torch.randn_like(inputs) for _ in range(calls)]
+    ys = [torch.randn_like(layer(x)) for x in xs]
+    moments = _Moments(layer)
+    for x, y in zip(xs, ys, strict=True):
+        moments.add(x, y)
+    weight, bias = moments.ridge()
+    x = torch.cat([patches(layer, prepare(layer, x)).flatten(0, 1) for x in xs])
+    y = torch.cat([rows(y, layer) for y in ys])
+    torch.testing.assert_close(moments.covariance(), x.T @ x / len(x))
+    solution, trained = weight.flatten(1), weight_of(layer).detach().flatten(1)
+    if bias is not None:
+        x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+        solution = torch.cat([solution, bias[:, None]], dim=1)
+        trained = torch.cat([trained, layer.bias.detach()[:, None]], dim=1)
+    pull = RIDGE * x.square().sum(0).mean()
+    solution.requires_grad_()
+    loss = (x @ solution.T - y).square().sum() + pull * (solution - trained).square().sum()
     (gradient,) = torch.autograd.grad(loss, solution)
-    assert float(gradient.abs().max()) < 1e-9
+    assert float(gradient.abs().max()) < 1e-9 * float(loss.detach())
+
+
+class Calling(nn.Module):
+    """Calls one layer by keyword and another twice, and counts how often the last one is reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.twice, self.last = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.reached = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(self.named(input=x).relu()).relu()).relu()
+        self.reached[0] += 1
+        return self.last(x)
+
+
+def test_passes_end_behind_the_last_call_of_a_layer_however_it_is_called() -> None:
+    model = Calling().eval()
+    data = [(torch.randn(20, 12), torch.zeros(20).long()) for _ in range(5)]
+    curvature = ed.measure(model, data, progress=False)
+    plan = ed.plan(model, curvature, params=0.6)
+    assert [name for name, choice in plan.layers.items() if choice.structure != "dense"] == ["named", "twice"]
+    model.reached[0] = 0
+    refitted = ed.apply(model, plan, curvature, refit=data)
+    assert model.reached[0] + refitted.reached[0] == 2 * 2  # only in the first batch of each layer, in both networks
+    assert not any(module._forward_hooks for network in (model, refitted) for module in network.modules())
+    assert torch.isfinite(refitted(data[0][0])).all()
 
 
 def test_batch_norm_moves_by_what_compression_changed(model, data) -> None:

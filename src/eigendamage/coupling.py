@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eigendamage.layers import kind_of, reasons_to_stay
+from eigendamage.layers import channel_dim, kind_of, reasons_to_stay
 from eigendamage.passes import restoring
 
 FIXED = -1
@@ -96,11 +96,9 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _channel_dim(module: nn.Module, rank: int) -> int:
-    if kind_of(module) == "linear":
-        return rank - 1
     if type(module) in INSTANCE_NORMS:
         return rank - INSTANCE_NORMS.index(type(module)) - 2
-    return rank - len(module.kernel_size) - 1 if kind_of(module) else 1
+    return channel_dim(module, rank) if kind_of(module) else 1
 
 
 def _multiplier(module: nn.Module, inputs: int) -> int | None:

@@ -180,12 +180,15 @@ def prepare(module: nn.Module, inputs: Tensor) -> Tensor:
     return inputs
 
 
+def channel_dim(module: nn.Module, rank: int) -> int:
+    """Which dimension of a layer's inputs and outputs, of this rank, holds the channels."""
+    return rank - 1 if kind_of(module) == "linear" else rank - len(module.kernel_size) - 1
+
+
 def rows(tensor: Tensor, module: nn.Module) -> Tensor:
     """A layer's output or its gradient as a matrix ``[positions, out]``."""
-    if kind_of(module) == "linear":
-        return tensor.reshape(-1, tensor.shape[-1])
-    channels = tensor.dim() - len(module.kernel_size) - 1
-    return tensor.movedim(channels, -1).reshape(-1, tensor.shape[channels])
+    dim = channel_dim(module, tensor.dim())
+    return tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
 
 
 def patches(module: nn.Module, prepared: Tensor) -> Tensor:
@@ -201,6 +204,20 @@ def patches(module: nn.Module, prepared: Tensor) -> Tensor:
     n = len(axes)
     order = [0, *range(2, 2 + n), 1, *range(2 + n, 2 + 2 * n)]
     return windows.permute(order).reshape(len(prepared), -1, prepared.shape[1] * math.prod(a.kernel for a in axes))
+
+
+def outer_products(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The sum over positions of y pᵀ, ``[channels, in, *kernel]``, for patches p of the inputs and values y at the outputs.
+
+    It is the gradient of a weight, and torch finds that without extracting patches.
+    """
+    channels = outputs.shape[channel_dim(module, outputs.dim())]
+    probe = build_like(module, weight_of(module).new_zeros(channels, *weight_of(module).shape[1:]), None).to(inputs.dtype)
+    assert isinstance(probe.weight, Tensor)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(probe(inputs.detach()), probe.weight, outputs)
+    probe.weight = nn.Parameter(gradient, requires_grad=False)
+    return weight_of(probe)
 
 
 def _stuff(inputs: Tensor, axes: list[Axis]) -> Tensor:

@@ -9,7 +9,6 @@ batch norm follows the compressed network.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 from eigendamage import structures
 from eigendamage.batches import Forward, detached, outputs_of
-from eigendamage.covariance import CHUNK
+from eigendamage.covariance import PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
-from eigendamage.layers import bias_of, patches, prepare, rows, set_weight, weight_of
+from eigendamage.layers import bias_of, channel_dim, outer_products, rows, set_weight, weight_of
 from eigendamage.linalg import exact
 from eigendamage.passes import evaluating
 from eigendamage.plans import Choice, Plan
@@ -70,62 +69,86 @@ def _refitted(
     forward: Forward | None,
 ) -> nn.Module:
     module = dense.get_submodule(name)
-    inputs, products, count = _moments(dense, small, name, module, data, forward)
-    weight, bias = _ridge(module, inputs, products)
+    moments = _Moments(module)
+    enough = None
+    for batch in data:
+        wanted = _calls(dense, module, batch, forward, enough)
+        given = _calls(small, small.get_submodule(name), batch, forward, enough)
+        for (x, _), (_, y) in zip(given, wanted, strict=True):
+            moments.add(x, y)
+        enough = enough or len(wanted) or None
+    weight, bias = moments.ridge()
     better = copy.deepcopy(module)
     set_weight(better, weight.to(module.weight), None if bias is None else bias.to(module.weight))
-    taps_and_channels = math.prod(weight.shape[1:])
-    covariance = inputs[:taps_and_channels, :taps_and_channels] / count
+    covariance = moments.covariance()
     seen = {"inputs": covariance} if choice.shape.taps == 1 else {"inputs": None, "patches": covariance}
     build = structures.STRUCTURES[choice.structure].build
     assert build is not None
     return build(better, replace(layer, **seen), choice.ranks)
 
 
-def _moments(
-    dense: nn.Module, small: nn.Module, name: str, module: nn.Module, data: list[Any], forward: Forward | None
-) -> tuple[Tensor, Tensor, int]:
-    """X Xᵀ and Y Xᵀ over all positions of all batches; with a bias, X has a row of ones."""
-    weight, biased = weight_of(module), bias_of(module) is not None
-    size = math.prod(weight.shape[1:]) + biased
-    inputs = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
-    products = torch.zeros(len(weight), size, dtype=torch.float64, device=weight.device)
-    count = 0
-    for batch in data:
-        wanted = [output for _, output in _calls(dense, module, batch, forward)]
-        given = [x for x, _ in _calls(small, small.get_submodule(name), batch, forward)]
-        for x, output in zip(given, wanted, strict=True):
-            prepared, y = prepare(module, x), rows(output, module)
-            per_example = len(y) // len(prepared)
-            step = max(1, CHUNK // (per_example * size))
-            for start in range(0, len(prepared), step):
-                matrix = patches(module, prepared[start : start + step]).flatten(0, 1)
-                matrix = torch.cat([matrix, matrix.new_ones(len(matrix), 1)], dim=1) if biased else matrix
-                inputs += (matrix.T @ matrix).double()
-                products += (y[start * per_example :][: len(matrix)].T @ matrix).double()
-            count += len(y)
-    return exact(inputs), exact(products), count
+class _Moments:
+    """X Xᵀ and Y Xᵀ over all positions of all calls; with a bias, X has a row of ones."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.trained, self.bias = weight_of(module).detach(), bias_of(module)
+        self.dtype = accumulation_dtype(self.trained)
+        self.inputs = PatchSum(module)
+        outputs, size = len(self.trained), self.trained[0].numel()
+        self.products = torch.zeros(outputs + 1, size, dtype=torch.float64)  # the last row: those of the ones
+        self.sums = torch.zeros(outputs + 1, dtype=torch.float64)  # of the outputs, and the number of positions
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = x.to(self.dtype), y.to(self.dtype)
+        dim = channel_dim(self.module, y.dim())
+        beside_ones = torch.cat([y, torch.ones_like(y.narrow(dim, 0, 1))], dim)
+        self.inputs.add(x)
+        self.products += exact(outer_products(self.module, x, beside_ones).flatten(1))
+        self.sums += exact(rows(beside_ones, self.module).sum(0))
+
+    def covariance(self) -> Tensor:
+        return exact(self.inputs.total()) / self.sums[-1]
+
+    def ridge(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that map X to Y, pulled towards the trained ones."""
+        inputs, products, trained = exact(self.inputs.total()), self.products[:-1], exact(self.trained).flatten(1)
+        if self.bias is not None:
+            ones = self.products[-1:]
+            inputs = torch.cat([torch.cat([inputs, ones.T], dim=1), torch.cat([ones, self.sums[-1:, None]], dim=1)])
+            products = torch.cat([products, self.sums[:-1, None]], dim=1)
+            trained = torch.cat([trained, exact(self.bias)[:, None]], dim=1)
+        pull = RIDGE * inputs.diagonal().mean().clamp(min=torch.finfo(inputs.dtype).tiny)
+        pulled = inputs + pull * torch.eye(len(inputs), dtype=inputs.dtype)
+        solved = torch.linalg.solve(pulled, (products + pull * trained).T).T
+        size = self.trained[0].numel()
+        return solved[:, :size].reshape(self.trained.shape), None if self.bias is None else solved[:, -1]
 
 
-def _calls(model: nn.Module, layer: nn.Module, batch: Any, forward: Forward | None) -> list[tuple[Tensor, Tensor]]:
-    """Input and output of every call of a layer in one forward pass."""
+class _Enough(Exception):
+    """What comes behind the layer does not matter."""
+
+
+def _calls(
+    model: nn.Module, layer: nn.Module, batch: Any, forward: Forward | None, enough: int | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Input and output of every call of a layer in one forward pass, which ends after ``enough`` of them."""
     calls: list[tuple[Tensor, Tensor]] = []
-    handle = layer.register_forward_hook(lambda module, args, output: calls.append((args[0].clone(), output.clone())))
+
+    def saw(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        inputs = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        calls.append((inputs.clone(), output.clone()))  # the model may go on to change them in place
+        if len(calls) == enough:
+            raise _Enough
+
+    handle = layer.register_forward_hook(saw, with_kwargs=True)
     try:
         outputs_of(model, batch, forward)
+    except _Enough:
+        pass
     finally:
         handle.remove()
     return calls
-
-
-def _ridge(module: nn.Module, inputs: Tensor, products: Tensor) -> tuple[Tensor, Tensor | None]:
-    weight, bias = exact(weight_of(module)), bias_of(module)
-    trained = weight.flatten(1) if bias is None else torch.cat([weight.flatten(1), exact(bias)[:, None]], dim=1)
-    pull = RIDGE * inputs.diagonal().mean().clamp(min=torch.finfo(inputs.dtype).tiny)
-    identity = torch.eye(len(inputs), dtype=inputs.dtype)
-    solved = torch.linalg.solve(inputs + pull * identity, (products + pull * trained).T).T
-    size = weight[0].numel()
-    return solved[:, :size].reshape(weight.shape), None if bias is None else solved[:, -1]
 
 
 @contextmanager
