@@ -8,9 +8,9 @@ from networks import random_network
 from torch import Tensor, nn
 
 import eigendamage as ed
-from eigendamage.coupling import tensors_in
 from eigendamage.layers import weight_of
 from eigendamage.methods.whitened import losses_by_rank, losses_by_two_ranks, tucker, whitened
+from eigendamage.passes import tensors_in
 from eigendamage.structures import STRUCTURES
 
 

@@ -15,7 +15,9 @@ from networks import random_network, random_units, zero_units
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eigendamage.coupling import FIXED, WRITTEN_IN, Coupling, Sides, sliced, tensors_in, trace
+from eigendamage.coupling import FIXED, Coupling, Sides
+from eigendamage.passes import tensors_in
+from eigendamage.rehearsal import WRITTEN_IN, sliced, trace
 
 
 def outputs_of(model: nn.Module, *inputs: Any, **named: Any) -> list[Tensor]:

@@ -2,22 +2,17 @@
 
 One real forward pass is watched, operation by operation. Each layer numbers its output channels with fresh *units*, and the
 operations between layers carry them along: an addition joins units, a concatenation lines them up, a flattening repeats them.
-What is not understood fixes the units it meets, so a gap in this knowledge costs freedom and never correctness. Sizes that
-the model's own code has written in come out in a rehearsal, a pass that runs as if channels were gone.
+What is not understood fixes the units it meets, so a gap in this knowledge costs freedom and never correctness.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eigendamage.layers import channel_dim, kind_of, reasons_to_stay
-from eigendamage.passes import restoring
+from eigendamage.operations import Label, carried, is_elementwise
+from eigendamage.passes import restoring, tensors_in
 
 FIXED = -1
 
@@ -33,7 +29,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 TIED = "its channels are tied to values that cannot be pruned"
-WRITTEN_IN = "the model's code has its channel count written in"
 
 
 @dataclass(frozen=True)
@@ -52,22 +47,20 @@ class Coupling:
     reasons: dict[str, str]
 
 
-def trace(model: nn.Module, run: Callable[[], object], fixed: Collection[str] = ()) -> Coupling:
-    """Watch ``run()``, which calls ``model``, in eval mode, on a batch and returns its output; it is called several times.
-
-    The output channels of the layers named in ``fixed`` stay. Model and random state are left as they were found.
+def watched(model: nn.Module, run: Callable[[], object], fixed: Collection[str] = ()) -> Coupling:
+    """What one ``run()``, which calls ``model``, shows. The output channels of the layers named in ``fixed`` stay.
 
     Raises:
         ValueError: if ``run`` returns no tensor.
     """
     modules = _known(model)
     watch = _Watch(modules, fixed)
-    with _hooked(modules, watch.enter, watch.leave), torch.no_grad(), restoring(model), watch:
+    with hooked(modules, watch.enter, watch.leave), torch.no_grad(), restoring(model), watch:
         outputs = tensors_in(run())
     if not outputs:
         raise ValueError("run() must return the model's output, but there is no tensor in what it returned")
     watch.finish(outputs)
-    return _rehearsed(model, run, watch.coupling())
+    return watch.coupling()
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------------
@@ -95,7 +88,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
-def _channel_dim(module: nn.Module, rank: int) -> int:
+def channel_dim_of(module: nn.Module, rank: int) -> int:
     if type(module) in INSTANCE_NORMS:
         return rank - INSTANCE_NORMS.index(type(module)) - 2
     return channel_dim(module, rank) if kind_of(module) else 1
@@ -108,12 +101,12 @@ def _multiplier(module: nn.Module, inputs: int) -> int | None:
     return module.out_channels // inputs if getattr(module, "groups", 1) == inputs > 1 else None
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 @contextmanager
-def _hooked(modules: Mapping[str, nn.Module], before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+def hooked(modules: Mapping[str, nn.Module], before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
     """``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)`` around each forward."""
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -122,96 +115,6 @@ def _hooked(modules: Mapping[str, nn.Module], before: Callable[..., Any], after:
             post = module.register_forward_hook(lambda *call, name=name: after(name, *call), with_kwargs=True)
             stack.callback(post.remove)
         yield
-
-
-def tensors_in(value: object, seen: set[int] | None = None) -> list[Tensor]:
-    """Every tensor in a nest of containers, dataclasses and plain objects."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        return [value]
-    if id(value) in seen or isinstance(value, nn.Module | ModuleType | type):
-        return []
-    seen.add(id(value))
-    parts = [*value.values()] if isinstance(value, Mapping) else []
-    parts += value if isinstance(value, list | tuple | set | frozenset | deque) else []
-    parts += [getattr(value, field.name) for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    parts += getattr(value, "__dict__", {}).values()
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
-
-
-# --- how an operation carries the channels of its first argument ------------------------------------------------------------
-
-
-class Label(NamedTuple):
-    """Which dimension of a tensor holds channels, and the unit of each of them."""
-
-    dim: int
-    units: Tensor
-
-
-VIEWS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze"}
-REDUCTIONS = {"mean", "sum", "prod", "amax", "amin", "max", "min", "var", "std", "linalg_vector_norm", "select", "unbind"}
-CUTS = {"slice", "split", "split_with_sizes"}
-SPATIAL = re.compile(
-    r"_?(?:(?:adaptive_)?(?:avg|max)_pool|upsample_[a-z_]+|(?:reflection|replication)_pad)(\d)d(?:_with_indices|_aa)?"
-)
-# Elementwise operations that torch does not tag as such.
-ELEMENTWISE = {"_prelu_kernel", "_to_copy", "alias", "copy", "copy_", "detach", "expand", "fill_", "hardswish", "hardswish_"}
-ELEMENTWISE |= {"lift_fresh", "masked_fill_", "native_dropout", "zero_"}
-
-
-def carried(operation: str, label: Label, before: Tensor, arguments: dict[str, Any], after: Tensor) -> Label | None:
-    """The label of a result; None where the channels are mixed, taken apart, or not understood."""
-    dim, units, rank = label.dim, label.units, before.dim()
-    if operation in VIEWS:
-        return _reshaped(label, before, after)
-    if operation in REDUCTIONS:
-        return _reduced(label, rank, arguments)
-    if operation in CUTS:
-        return label if after.shape[dim] == before.shape[dim] else None
-    if operation == "permute":
-        return Label([place % rank for place in arguments["dims"]].index(dim), units)
-    if operation in ("transpose", "t"):
-        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", -1) % rank
-        return Label({a: b, b: a}.get(dim, dim), units)
-    if operation == "index":
-        return _indexed(label, arguments["indices"])
-    if operation == "constant_pad_nd":
-        return label if dim < rank - len(arguments["pad"]) // 2 else None
-    spatial = SPATIAL.fullmatch(operation)
-    return label if spatial and dim < rank - int(spatial[1]) else None
-
-
-def _reshaped(label: Label, before: Tensor, after: Tensor) -> Label | None:
-    """Channels survive where the dimensions in front hold as much as before; dimensions merged from behind repeat them."""
-    size, front = len(label.units), math.prod(before.shape[: label.dim])
-    if size == 1 or before.numel() == 0 or before.numel() != after.numel():
-        return None
-    for dim, merged in enumerate(after.shape):
-        if math.prod(after.shape[:dim]) == front and merged % size == 0:
-            return Label(dim, label.units.repeat_interleave(merged // size))
-    return None
-
-
-def _reduced(label: Label, rank: int, arguments: dict[str, Any]) -> Label | None:
-    dims = arguments.get("dim")
-    gone = {dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims]) if dim is not None}
-    if not gone or label.dim in gone:
-        return None
-    return label if arguments.get("keepdim") else Label(label.dim - sum(dim < label.dim for dim in gone), label.units)
-
-
-def _indexed(label: Label, indices: list[Tensor | None]) -> Label | None:
-    """One tensor of positions along another dimension, which takes the place of that dimension."""
-    used = {dim: index for dim, index in enumerate(indices) if index is not None}
-    if len(used) != 1 or label.dim in used:
-        return None
-    dim, index = used.popitem()
-    return (
-        None
-        if index.dtype in (torch.bool, torch.uint8)
-        else Label(label.dim + (dim < label.dim) * (index.dim() - 1), label.units)
-    )
 
 
 # --- one watched pass -------------------------------------------------------------------------------------------------------
@@ -259,8 +162,8 @@ class _Watch(TorchDispatchMode):
 
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         self.inside = False
-        tensor = _input(args, kwargs)
-        dim = _channel_dim(module, tensor.dim())
+        tensor = input_of(args, kwargs)
+        dim = channel_dim_of(module, tensor.dim())
         label = self.label(tensor)
         if label and label.dim == dim:
             inputs = label.units
@@ -312,7 +215,7 @@ class _Watch(TorchDispatchMode):
         name, first = _name(func), self.label(tensors[0])
         if name == "cat":
             return [self.concatenate(arguments["tensors"], arguments["dim"], outputs[0])]
-        if name in ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
+        if is_elementwise(name, func):
             return [self.meet(tensors, output, name) for output in outputs]
         if first and not any(self.label(tensor) for tensor in tensors[1:]):
             return [carried(name, first, tensors[0], arguments, output) for output in outputs]
@@ -354,7 +257,7 @@ class _Watch(TorchDispatchMode):
             self.fix(torch.cat(self.sides[name]), f"the model uses tensors of {name} outside of it")
 
     def coupling(self) -> Coupling:
-        roots = _components(self.units, self.links)
+        roots = components(self.units, self.links)
         cause = torch.full((self.units,), -1)
         for position, (units, _) in reversed(list(enumerate(self.causes))):  # so that the first cause stands
             cause[roots[units]] = position
@@ -366,7 +269,7 @@ class _Watch(TorchDispatchMode):
             if kind_of(self.modules[name]) and FIXED in sides[name].outputs:
                 first = outputs[settled[outputs] == FIXED][0]
                 reasons[name] = TIED if first == FIXED else self.causes[int(cause[roots[first]])][1]
-        return Coupling(_numbered(sides), reasons)
+        return Coupling(numbered(sides), reasons)
 
 
 def _spans(label: Label, output: Tensor, shift: int) -> bool:
@@ -387,7 +290,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     return {**defaults, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
 
 
-def _components(units: int, links: list[tuple[Tensor, Tensor]]) -> Tensor:
+def components(units: int, links: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The smallest unit that each unit is linked to, directly or through others."""
     roots = torch.arange(units)
     if not links:
@@ -401,7 +304,7 @@ def _components(units: int, links: list[tuple[Tensor, Tensor]]) -> Tensor:
     return roots
 
 
-def _numbered(sides: dict[str, Sides], fixed: Collection[int] = ()) -> dict[str, Sides]:
+def numbered(sides: dict[str, Sides], fixed: Collection[int] = ()) -> dict[str, Sides]:
     """Units numbered in the order in which they first appear, without those that are fixed."""
     numbers = {FIXED: FIXED, **dict.fromkeys(fixed, FIXED)}
     offset = len(numbers)
@@ -410,142 +313,3 @@ def _numbered(sides: dict[str, Sides], fixed: Collection[int] = ()) -> dict[str,
         return tuple(numbers.setdefault(unit, len(numbers) - offset) for unit in units)
 
     return {name: Sides(renumber(side.inputs), renumber(side.outputs)) for name, side in sides.items()}
-
-
-# --- the rehearsal ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def sliced(model: nn.Module, coupling: Coupling, units: Collection[int]) -> Iterator[None]:
-    """Forward passes run as if these units were gone: no layer hands on their channels, and none expects them."""
-    kept = _positions(coupling, units, kept=True)
-
-    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        tensor = _input(args, kwargs)
-        dim = _channel_dim(module, tensor.dim())
-        full = tensor.new_zeros(*tensor.shape[:dim], len(coupling.sides[name].inputs), *tensor.shape[dim + 1 :])
-        return _replaced(args, kwargs, tensor, full.index_copy(dim, kept[name][0].to(tensor.device), tensor))
-
-    def after(name: str, module: nn.Module, args: object, kwargs: object, output: Tensor) -> Tensor:
-        return output.index_select(_channel_dim(module, output.dim()), kept[name][1].to(output.device))
-
-    modules = {name: model.get_submodule(name) for name in kept}
-    with _hooked(modules, before, after), _narrowed(modules, kept):
-        yield
-
-
-@contextmanager
-def _narrowed(modules: Mapping[str, nn.Module], kept: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Layers that give the widths they will have without these units, to code that asks for them."""
-    told = [
-        (module, attribute, getattr(module, attribute), len(positions))
-        for name, module in modules.items()
-        for attributes in (("in_channels", "out_channels"), ("in_features", "out_features"))
-        for attribute, positions in zip(attributes, kept[name], strict=True)
-        if attribute in vars(module)
-    ]
-    try:
-        for module, attribute, _, width in told:
-            setattr(module, attribute, width)
-        yield
-    finally:
-        for module, attribute, width, _ in told:
-            setattr(module, attribute, width)
-
-
-@contextmanager
-def masked(model: nn.Module, coupling: Coupling, units: Collection[int]) -> Iterator[None]:
-    """Forward passes run at full size, but no layer listens to the channels of these units."""
-    gone = _positions(coupling, units, kept=False)
-
-    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        tensor = _input(args, kwargs)
-        silenced = tensor.index_fill(_channel_dim(module, tensor.dim()), gone[name][0].to(tensor.device), 0)
-        return _replaced(args, kwargs, tensor, silenced)
-
-    with _hooked({name: model.get_submodule(name) for name in gone}, before, lambda *call: None):
-        yield
-
-
-def _positions(coupling: Coupling, units: Collection[int], kept: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """The positions that are kept, or those that are not, on both sides of each module that loses any."""
-
-    def of(side: tuple[int, ...]) -> Tensor:
-        return torch.tensor([i for i, unit in enumerate(side) if (unit in gone) != kept], dtype=torch.long)
-
-    gone = frozenset(units)
-    sides = coupling.sides.items()
-    return {name: (of(s.inputs), of(s.outputs)) for name, s in sides if not gone.isdisjoint((*s.inputs, *s.outputs))}
-
-
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> object:
-    args = tuple(new if value is old else value for value in args)
-    return args, {key: new if value is old else value for key, value in kwargs.items()}
-
-
-def _rehearsed(model: nn.Module, run: Callable[[], object], coupling: Coupling) -> Coupling:
-    """The coupling, with those units fixed that the model's code cannot do without."""
-    groups = _groups(coupling)
-    sole = _indispensable(coupling)
-
-    def outputs() -> list[Tensor]:
-        with torch.no_grad(), restoring(model):
-            return tensors_in(run())
-
-    def holds(chosen: list[list[int]]) -> bool:
-        units = [unit for group in chosen for unit in [unit for unit in group if unit not in sole][::2]]
-        with masked(model, coupling, units):
-            expected = outputs()
-        try:
-            with sliced(model, coupling, units):
-                return alike(outputs(), expected)
-        except Exception:  # a model may raise anything when a size is not the one it counts on
-            return False
-
-    def standing(chosen: list[list[int]], accepted: list[list[int]]) -> list[list[int]]:
-        """Groups that can shrink together, found by halving; one group at a time only where something fails."""
-        if not chosen or holds(accepted + chosen):
-            return accepted + chosen
-        half = len(chosen) // 2
-        return standing(chosen[half:], standing(chosen[:half], accepted)) if half else accepted
-
-    failing = set(chain(*groups)).difference(*standing(groups, []))
-    layers = [name for name in coupling.sides if kind_of(model.get_submodule(name))]
-    reasons = {name: WRITTEN_IN for name in layers if not failing.isdisjoint(coupling.sides[name].outputs)}
-    return Coupling(_numbered(coupling.sides, failing), reasons | coupling.reasons)
-
-
-def _free(coupling: Coupling) -> list[list[int]]:
-    """The free units of each side of each module, in order and once each."""
-    sides = {units for side in coupling.sides.values() for units in (side.inputs, side.outputs)}
-    return [[unit for unit in dict.fromkeys(units) if unit != FIXED] for units in sides]
-
-
-def _groups(coupling: Coupling) -> list[list[int]]:
-    """Units that share a side of a module, directly or through others."""
-    sides = [torch.tensor(units) for units in _free(coupling) if units]
-    roots = _components(1 + max((int(units.max()) for units in sides), default=-1), [(u[:-1], u[1:]) for u in sides])
-    groups: dict[int, list[int]] = {}
-    for unit, root in enumerate(roots.tolist()):
-        groups.setdefault(root, []).append(unit)
-    return list(groups.values())
-
-
-def _indispensable(coupling: Coupling) -> set[int]:
-    """One unit of each side that has no fixed channel, so that no side is ever left empty."""
-    sides = [units for side in coupling.sides.values() for units in (side.inputs, side.outputs)]
-    return {units[0] for units in sides if FIXED not in units}
-
-
-def alike(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(actual) == len(expected) and all(map(_equal, actual, expected))
-
-
-def _equal(actual: Tensor, expected: Tensor) -> bool:
-    """Equal up to rounding, in proportion to the largest value that is not there to mask others."""
-    if actual.shape != expected.shape or not expected.is_floating_point():
-        return torch.equal(actual, expected)
-    kind = torch.finfo(expected.dtype)
-    usual = expected.abs()[expected.abs() < kind.max**0.5]
-    scale = float(usual.max()) if usual.numel() else 0.0
-    return torch.allclose(actual, expected, rtol=kind.eps**0.5, atol=kind.eps**0.5 * scale, equal_nan=True)

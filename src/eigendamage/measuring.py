@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eigendamage import coupling
 from eigendamage.batches import Forward, batch_size, detached, first_examples, outputs_of, targets_of
 from eigendamage.cost import forward_macs
+from eigendamage.coupling import Coupling
 from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.labels import Loss, Uniforms, summed_loss
@@ -34,6 +34,7 @@ from eigendamage.layers import (
 from eigendamage.methods import needs_of
 from eigendamage.passes import evaluating, layer_by_layer
 from eigendamage.progress import track
+from eigendamage.rehearsal import trace
 from eigendamage.standins import irreplaceable
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ def measure(
         rehearsal = partial(run, model, few)
         whole = irreplaceable(model, rehearsal, candidates(model).keys() - reasons.keys())
         with layer_by_layer():
-            coupled = coupling.trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
+            coupled = trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
             with torch.no_grad():
                 macs = forward_macs(rehearsal) // max(1, batch_size(few))
         with layer_by_layer(), _Observers(model, needs, reasons) as observers:
@@ -358,9 +359,7 @@ class _Observers:
                 self.reasons.setdefault(name, "examples are not the first dimension of its inputs")
         self.latest.clear()
 
-    def curvature(
-        self, coupled: coupling.Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]
-    ) -> Curvature:
+    def curvature(self, coupled: Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
         scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
         seen, *elsewhere = _from_processes((self.order, self.reasons, scales, coupled, macs, whole))
         self.order, self.reasons, scales, coupled, macs, whole = seen

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from eigendamage.coupling import alike
 from eigendamage.layers import describe_like
-from eigendamage.passes import restoring
+from eigendamage.passes import alike, restoring
 
 REASON = "the model's code does more with it than call it in its place"
 
