@@ -25,7 +25,7 @@ SHARED = "its weight is shared with another module"
 COMPUTED = "its weight is computed from other parameters"
 TAKEN_HOLD_OF = "the model's code does more with it than call it in its place"
 NOT_REACHED = "the batches do not reach it"
-NO_GRADIENT = "the loss does not depend on it"
+NO_GRADIENT = "no gradient of the loss reaches it"
 
 
 class Wired(nn.Module):

@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 from truth import assert_same, calls, channel_form, fisher_block, kfac, state_of, weight_gradients
 
+import eigendamage as ed
 from eigendamage import METHODS, Curvature, measure, measuring
 from eigendamage.curvature import TENSORS
 from eigendamage.passes import layer_by_layer
+from eigendamage.standins import ESCAPES
 
 EVERYTHING = list(METHODS)
 CLASSES = 5
@@ -113,7 +115,7 @@ def check_against_autograd(
 def test_all_statistics_equal_autograd_example_by_example(model: nn.Module, batch: int) -> None:
     data = images()
     curvature = measure(model, in_batches(data, batch), methods=EVERYTHING, labels="given")
-    assert curvature.reasons == {"ignored": "the loss does not depend on it", "unreached": "the batches do not reach it"}
+    assert curvature.reasons == {"ignored": "no gradient of the loss reaches it", "unreached": "the batches do not reach it"}
     check_against_autograd(curvature, model.eval(), data)
 
 
@@ -434,6 +436,13 @@ def test_a_loss_with_weights_of_its_own_is_left_as_it_was() -> None:
     check_against_autograd(curvature, model, data, lambda *pair: loss(*pair).sum())
 
 
+def test_where_both_would_fit_the_classes_are_where_torch_has_them() -> None:
+    model, inputs = nn.Sequential(nn.Conv1d(3, 5, 1)).double(), torch.randn(4, 3, 5, dtype=torch.float64)
+    data = inputs, torch.randint(5, (4, 5))
+    curvature = measure(model, [data], methods=["kron-obd", "c-obd"], labels="given")
+    check_against_autograd(curvature, model, data, lambda *pair: F.cross_entropy(*pair, reduction="sum"))
+
+
 def test_segmentation_sums_over_the_pixels_of_an_example() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1)).double()
     data = images()[0], torch.randint(CLASSES, (7, 6, 6))
@@ -472,7 +481,7 @@ def test_tokens_that_do_not_count_have_no_sampled_label_either() -> None:
     most = (1 - probabilities.min(-1).values)[kept].sum() / len(inputs)  # the trace if the least likely class came each time
     assert 0 < float(curvature["head"].gradients.trace()) < 2 * float(most)
     nothing = measure(model, [(inputs, torch.full_like(targets, -100))])
-    assert set(nothing.reasons.values()) == {"the loss does not depend on it"}
+    assert set(nothing.reasons.values()) == {"no gradient of the loss reaches it"}
 
 
 def test_batches_that_are_not_pairs_go_through_forward() -> None:
@@ -614,9 +623,9 @@ def without_gradient(layer: nn.Module, x: Tensor) -> Tensor:
     ("call", "reasons"),
     [
         (lambda layer, x: x, {"layer": "the batches do not reach it"}),
-        (lambda layer, x: x + 0 * layer(x), {"layer": "the loss does not depend on it"}),
-        (lambda layer, x: layer(x).detach(), dict.fromkeys(("before", "layer"), "the loss does not depend on it")),
-        (without_gradient, dict.fromkeys(("before", "layer"), "the loss does not depend on it")),
+        (lambda layer, x: x + 0 * layer(x), {"layer": "no gradient of the loss reaches it"}),
+        (lambda layer, x: layer(x).detach(), dict.fromkeys(("before", "layer"), "no gradient of the loss reaches it")),
+        (without_gradient, dict.fromkeys(("before", "layer"), "no gradient of the loss reaches it")),
     ],
 )
 @pytest.mark.parametrize("method", ["eigendamage", "c-obd"])
@@ -637,8 +646,99 @@ def test_an_input_given_by_name_is_an_input() -> None:
     "call", [lambda layer, x: x + layer(torch.ones(1, 3).to(x)), lambda layer, x: layer(x.expand(5, *x.shape)).mean(0)]
 )
 def test_no_fisher_where_examples_cannot_be_told_apart(call) -> None:
-    curvature = measure(Called(call).double(), [vectors()], methods=["c-obd"])
-    assert curvature.reasons == {"layer": "examples are not the first dimension of its inputs"}
+    model, data = Called(call).double(), vectors()
+    curvature = measure(model, [data], methods=["c-obd", "eigendamage"])
+    assert curvature["layer"].fisher is None and curvature["after"].fisher is not None
+    assert curvature.reasons == {} and curvature["layer"].gradients is not None  # the other methods do without
+    plan = ed.plan(model, curvature, method="c-obd", ratio=0.0)
+    assert plan["layer"].reason == "examples cannot be told apart in its inputs"
+
+
+class TokensFirst(nn.Module):
+    """Its layers see ``[tokens, examples, channels]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.transpose(0, 1)).tanh().mean(0))
+
+
+@pytest.mark.parametrize(("examples", "tokens"), [(4, 8), (4, 4), (4, 3), (1, 4)])
+def test_no_fisher_where_examples_are_the_second_dimension(examples: int, tokens: int) -> None:
+    model, data = TokensFirst().double(), (torch.randn(examples, tokens, 3).double(), torch.randint(4, (examples,)))
+    curvature = measure(model, [data], methods=EVERYTHING, labels="given")
+    assert (curvature["body"].fisher is None) == (examples > 1)
+    for name in ("body", "head"):
+        layer = model.get_submodule(name)
+        _, gradients = kfac(layer, [calls(layer, lambda: F.cross_entropy(model(data[0]), data[1], reduction="sum"))])
+        torch.testing.assert_close(curvature[name].gradients, gradients / examples)
+
+
+def test_outputs_flattened_over_tokens_are_still_so_many_examples() -> None:
+    tokens, labels = sentences()
+    apart = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6), nn.Linear(6, 11)).double()
+    flat = nn.Sequential(*apart, nn.Flatten(0, 1))
+    one = measure(apart, [(tokens, labels)], methods=EVERYTHING, labels="given")
+    other = measure(flat, [(tokens, labels.flatten())], methods=EVERYTHING, labels="given")
+    assert_same(other, one)
+    for budget in (0.99, 0.9):
+        small = ed.apply(flat, ed.plan(flat, other, macs=budget), other)
+        assert ed.count(small, tokens).macs <= budget * ed.count(flat, tokens).macs
+
+
+def test_a_layer_that_a_copy_would_not_call_stays() -> None:
+    class Closure(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+            self.call = lambda x: self.outer(self.inner(x).relu())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.call(x).relu())
+
+    model, data = Closure().double(), vectors()
+    curvature = measure(model, [data])
+    assert curvature.reasons == dict.fromkeys(("inner", "outer"), ESCAPES)
+    closed = measure(model, [data], forward=lambda _, batch: model(batch[0]))  # it measures what it is told to call
+    assert closed.reasons == {}
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e24])
+def test_gradients_whose_squares_are_out_of_range_are_measured(model: nn.Module, scale: float) -> None:
+    model, (x, y) = model.float(), images()
+
+    def loss(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda outputs, targets: factor * F.cross_entropy(outputs, targets, reduction="none")
+
+    plain, scaled = (
+        measure(model, in_batches((x.float(), y), 3), loss=loss(factor), methods=EVERYTHING) for factor in (1.0, scale)
+    )
+    assert plain.reasons == scaled.reasons
+    for name, layer in plain.measured.items():
+        for key in ("gradients", "fisher"):
+            expected = getattr(layer, key).double()
+            torch.testing.assert_close(getattr(scaled[name], key) / scale**2, expected, rtol=1e-4, atol=1e-9)
+    for budget in ({"macs": 0.6}, {"method": "kron-obs", "ratio": 0.5}):
+        ed.apply(model, ed.plan(model, scaled, **budget), scaled)
+
+
+def test_nothing_but_the_statistics_gets_a_gradient() -> None:
+    class Attribute(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(3, 4), torch.ones(4, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    model, criterion = Attribute(), nn.Linear(4, 4)
+    criterion.weight.grad = kept = torch.ones(4, 4)
+    inputs, targets = vectors()
+    measure(model, [(inputs.float(), targets)], loss=lambda outputs, y: F.cross_entropy(criterion(outputs), y))
+    assert model.scale.grad is None and criterion.bias.grad is None
+    assert criterion.weight.grad is kept and bool((kept == 1).all())
 
 
 def test_windows_folded_into_the_batch_belong_to_their_example() -> None:
@@ -861,6 +961,8 @@ def test_outputs_that_are_not_a_tensor_need_a_forward() -> None:
         (torch.zeros(6), {"task": "regression"}, r"targets: have shape \(6,\), the model's outputs \(6, 4\)"),
         ([1, 2], {"task": "regression"}, 'targets: labels="given" needs a tensor; got list'),
         (None, {"loss": lambda outputs, targets: 1.0}, "loss: must return a tensor, one value per .* mean; got float"),
+        (None, {"loss": lambda outputs, targets: outputs.sum(0)}, r"loss: must return one value per .*; got \(4,\) for 6"),
+        (None, {"loss": lambda outputs, targets: outputs.argmax(1)}, "loss: must return real numbers; got torch.int64"),
     ],
 )
 def test_targets_that_do_not_fit_are_an_error(targets: object, options: dict[str, Any], message: str) -> None:

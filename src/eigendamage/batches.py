@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eigendamage.passes import NoTensor
+
 Forward = Callable[[nn.Module, Any], Tensor]
 
 
@@ -28,7 +30,7 @@ def outputs_of(
         outputs = forward(model, batch) if forward else model(_inputs(batch, device))
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
-        raise TypeError(
+        raise NoTensor(
             f"the model returned {type(outputs).__name__}, not a tensor; "
             "pass forward=lambda model, batch: ... that returns the logits"
         )
@@ -79,6 +81,18 @@ def first_examples(batch: Any, count: int, run: Callable[[Any], object]) -> Any:
     except Exception:  # the model's code may raise anything
         return batch
     return few
+
+
+def in_reverse(batch: Any) -> Any:
+    """The same batch with its examples the other way round."""
+    size = batch_size(batch)
+    return _map(batch, lambda t: t.flip(0) if len(t) == size else t)
+
+
+def examples_in(batch: Any, outputs: Tensor) -> int:
+    """How many examples a pass was over; outputs may have several rows for each, as the tokens of a text."""
+    size = batch_size(batch)
+    return size if size and len(outputs) % size == 0 else len(outputs)
 
 
 def batch_size(batch: Any) -> int:

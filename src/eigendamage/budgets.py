@@ -65,6 +65,8 @@ def _options(weight: Tensor, curvature: Curvature, name: str, choice: Choice, cu
         if row.grid is None or not row.fits(choice.shape):
             continue
         ranks, predicted = row.grid(weight, curvature[name])
+        if not len(predicted):
+            continue
         cost = torch.stack([cost_of[key](structure, choice.shape, ranks).double() for key in currencies], dim=1)
         useful = (cost < dense).any(1) & _hardware_friendly(ranks, multiple)
         listed = torch.stack(list(ranks.values()), dim=1)[useful].tolist()

@@ -43,6 +43,12 @@ def _own_loss(loss: Loss, outputs: Tensor, targets: object) -> Tensor:
     values = loss(outputs, targets)  # type: ignore[arg-type]
     if not isinstance(values, Tensor):
         raise TypeError(f"loss: must return a tensor, one value per example or their mean; got {type(values).__name__}")
+    if not values.is_floating_point():
+        raise TypeError(f"loss: must return real numbers; got {values.dtype}")
+    if values.dim() and len(values) != len(outputs):
+        raise ValueError(
+            f"loss: must return one value per example or their mean; got {tuple(values.shape)} for {len(outputs)} examples"
+        )
     return values * len(outputs) if values.dim() == 0 else values.sum()
 
 
@@ -85,10 +91,10 @@ def _precise(values: Tensor) -> Tensor:
 
 def _class_axis(outputs: Tensor, given: Tensor | None) -> int:
     """Where the classes are: as the targets show, else last for [N, length, classes] and second for images."""
+    if given is not None and given.shape == outputs.shape[:1] + outputs.shape[2:]:
+        return 1  # torch's own convention, so it goes first where both would fit
     if given is not None and given.shape == outputs.shape[:-1]:
         return -1
-    if given is not None and given.shape == outputs.shape[:1] + outputs.shape[2:]:
-        return 1
     return -1 if outputs.dim() <= 3 else 1
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eigendamage.batches import Forward, batch_size, detached, first_examples, outputs_of, targets_of
+from eigendamage.batches import (
+    Forward,
+    batch_size,
+    detached,
+    examples_in,
+    first_examples,
+    in_reverse,
+    outputs_of,
+    targets_of,
+)
 from eigendamage.cost import forward_macs
 from eigendamage.coupling import Coupling
 from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
@@ -32,12 +42,13 @@ from eigendamage.layers import (
     weight_of,
 )
 from eigendamage.methods import needs_of
-from eigendamage.passes import evaluating, layer_by_layer
+from eigendamage.passes import alike, backward, evaluating, layer_by_layer, restoring
 from eigendamage.progress import track
 from eigendamage.rehearsal import trace
-from eigendamage.standins import irreplaceable
+from eigendamage.standins import escaping, irreplaceable
 
 T = TypeVar("T")
+_NOTHING = object()
 
 # How many examples show how a model is wired.
 REHEARSED = 2
@@ -93,17 +104,20 @@ def measure(
     run = partial(outputs_of, forward=forward, autocast=autocast)
     data = detached(batches, examples)
     with _as_found(model, loss):
-        first = next(data, None)
-        if first is None:
+        first = next(data, _NOTHING)
+        if first is _NOTHING:
             raise ValueError("batches: the loader is empty")
         few = first_examples(first, REHEARSED, partial(run, model))
         rehearsal = partial(run, model, few)
+        reasons |= escaping(model, partial(run, batch=few), sorted(candidates(model).keys() - reasons.keys()))
         whole = irreplaceable(model, rehearsal, candidates(model).keys() - reasons.keys())
         with layer_by_layer():
             coupled = trace(model, rehearsal, fixed=_skipped(reasons)) if "coupling" in needs else None
             with torch.no_grad():
-                macs = forward_macs(rehearsal) // max(1, batch_size(few))
-        with layer_by_layer(), _Observers(model, needs, reasons) as observers:
+                shown: list[Tensor] = []
+                macs = forward_macs(lambda: shown.append(rehearsal())) // max(1, examples_in(few, shown[0]))
+            mixed = _mixed(model, partial(run, model), few) if "fisher" in needs else set()
+        with layer_by_layer(), _Observers(model, needs, reasons, mixed) as observers:
             uniforms = Uniforms(seed + (dist.get_rank() if _distributed() else 0))
             total = len(batches) if isinstance(batches, Sized) and examples is None else None
             for batch in track(itertools.chain([first], data), "measuring", progress, total):
@@ -111,7 +125,7 @@ def measure(
                     outputs = run(model, batch)
                     observers.check_finite(outputs, partial(run, model, batch))
                     summed = summed_loss(outputs, targets_of(batch), labels, task, loss, uniforms)
-                observers.backward(summed, len(outputs))
+                observers.backward(summed, examples_in(batch, outputs))
         return observers.curvature(coupled, needs, macs, whole)
 
 
@@ -121,6 +135,8 @@ def _check_arguments(labels: str, task: str, loss: Loss | None, examples: int | 
             raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")
     if examples is not None and examples < 1:
         raise ValueError(f"examples: must be at least 1; got {examples}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("measure needs gradients: call it outside of torch.inference_mode()")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss: must be a function of outputs and targets; got {type(loss).__name__}")
 
@@ -151,6 +167,45 @@ def _as_found(model: nn.Module, loss: Loss | None) -> Iterator[None]:
                 parameter.requires_grad_(flag)
 
 
+# --- telling examples apart -------------------------------------------------------------------------------------------------
+
+
+def _mixed(model: nn.Module, run: Callable[[Any], object], batch: Any) -> set[str]:
+    """Layers whose inputs do not change places, along the first dimension, when the examples of a batch do."""
+    count = batch_size(batch)
+    if count < 2:
+        return set()
+    layers = candidates(model)
+    seen: list[dict[str, list[Tensor]]] = []
+    for given in (batch, in_reverse(batch)):
+        seen.append({name: [] for name in layers})
+        handles = [
+            module.register_forward_hook(partial(_note_inputs, seen[-1][name]), with_kwargs=True)
+            for name, module in layers.items()
+        ]
+        try:
+            with torch.no_grad(), restoring(model):
+                run(given)
+        except Exception:  # the model's code may count on the order of the examples
+            return set(layers)
+        finally:
+            for handle in handles:
+                handle.remove()
+    there, back = seen
+    return {name for name in layers if not alike([_reversed(x, count) for x in back[name]], there[name])}
+
+
+def _note_inputs(calls: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    calls += [value.clone() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+
+def _reversed(inputs: Tensor, count: int) -> Tensor:
+    """Whole examples in reverse order; each may have several rows, as windows or tokens."""
+    if not inputs.dim() or len(inputs) % count:
+        return inputs
+    return inputs.unflatten(0, (count, len(inputs) // count)).flip(0).flatten(0, 1)
+
+
 # --- watching the layers ----------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +218,7 @@ class _Call:
 class _Observer:
     """Running sums for one layer."""
 
-    def __init__(self, name: str, module: nn.Module, needs: frozenset[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, needs: frozenset[str], mixed: bool) -> None:
         self.name, self.module = name, module
         self.weight = weight_of(module)
         self.shape = shape_of(module)
@@ -175,7 +230,8 @@ class _Observer:
         self.gradients = self._zeros(self.shape.outputs, self.shape.outputs) if "gradients" in needs else None
         self.fisher = self._zeros(*self.weight.shape) if "fisher" in needs else None
         self.pending: list[_Call] = []  # of this batch, for the Fisher
-        self.mixed = False  # whether examples cannot be told apart in the inputs
+        self.mixed = mixed  # whether examples cannot be told apart in the inputs
+        self.unit: float | None = None  # of the gradients: they may be so small that their squares are no numbers
         self.scale: Tensor | None = None
         self.positions = torch.zeros(2 + len(self.shape.kernel), dtype=torch.float64)
 
@@ -205,20 +261,26 @@ class _Observer:
         return counts
 
     def see_gradient(self, gradient: Tensor) -> None:
+        if self.unit is None:
+            self.unit = _unit_for(gradient)
         if self.gradients is not None:
-            matrix = rows(gradient, self.module).to(self.gradients.dtype)
+            matrix = self._in_units(rows(gradient, self.module), self.gradients.dtype)
             self.gradients.addmm_(matrix.T, matrix)
+
+    def _in_units(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        return gradient.to(dtype) if self.unit in (None, 1.0) else gradient.to(dtype) / self.unit
 
     def see_call(self, examples: int) -> None:
         """Once every call of this batch has its gradient, add up the squared gradients of each example (C-OBD)."""
         if self.fisher is None or any(call.gradient is None for call in self.pending):
             return
-        if any(self._batch(call.inputs) % examples for call in self.pending):
-            self.mixed, self.pending = True, []
+        self.mixed = self.mixed or any(self._batch(call.inputs) % examples for call in self.pending)
+        if self.mixed:
+            self.pending = []
             return
         dtype = self.fisher.dtype
         calls = [
-            (prepare(self.module, call.inputs.to(dtype)), call.gradient.to(dtype))
+            (prepare(self.module, call.inputs.to(dtype)), self._in_units(call.gradient, dtype))
             for call in self.pending
             if call.gradient is not None
         ]
@@ -243,25 +305,24 @@ class _Observer:
         pushed = rows(gradient, self.module).reshape(examples, -1, self.shape.outputs)[start : start + count]
         return pushed.transpose(1, 2) @ seen
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that is summed over processes."""
+    def state(self, unit: float) -> dict[str, Tensor]:
+        """Everything that is summed over processes, gradients in this unit."""
         tensors = {"positions": self.positions}
         if self.inputs is not None:
             tensors["patches" if isinstance(self.inputs, PatchSum) else "inputs"] = self.inputs.total()
-        if self.gradients is not None:
-            tensors["gradients"] = self.gradients
-        if self.fisher is not None:
-            tensors["fisher"] = self.fisher
+        for key, value in (("gradients", self.gradients), ("fisher", self.fisher)):
+            if value is not None:
+                tensors[key] = value if self.unit in (None, unit) else value * (self.unit / unit) ** 2
         return tensors
 
 
 class _Observers:
     """Hooks on every layer for the time of a ``with`` block."""
 
-    def __init__(self, model: nn.Module, needs: frozenset[str], reasons: dict[str, str]) -> None:
+    def __init__(self, model: nn.Module, needs: frozenset[str], reasons: dict[str, str], mixed: Collection[str]) -> None:
         self.model, self.needs, self.reasons = model, needs, dict(reasons)
         self.by_name = {
-            name: _Observer(name, module, frozenset() if name in reasons else needs)
+            name: _Observer(name, module, frozenset() if name in reasons else needs, name in mixed)
             for name, module in candidates(model).items()
         }
         self.order: dict[str, None] = {}  # names in the order of their first call
@@ -348,23 +409,24 @@ class _Observers:
         self.examples += examples
         if loss.requires_grad:
             self.replaying = True  # torch.utils.checkpoint calls layers a second time on the way back
-            loss.backward()
+            backward(loss, self.anchor)
             self.replaying, self.anchor.grad = False, None
-        for name, observer in self.by_name.items():
+        for observer in self.by_name.values():
             if observer.fisher is not None and observer.pending:
                 observer.pending = [call for call in observer.pending if call.gradient is not None]
                 observer.see_call(examples)  # calls whose output the loss does not depend on count for nothing
             observer.pending = []
-            if observer.mixed:
-                self.reasons.setdefault(name, "examples are not the first dimension of its inputs")
         self.latest.clear()
 
     def curvature(self, coupled: Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
         scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
-        seen, *elsewhere = _from_processes((self.order, self.reasons, scales, coupled, macs, whole))
-        self.order, self.reasons, scales, coupled, macs, whole = seen
-        for order, reasons, more, *_ in elsewhere:  # what one process saw, all of them know
+        units = {name: observer.unit for name, observer in self.by_name.items() if observer.unit is not None}
+        mixed = {name for name, observer in self.by_name.items() if observer.mixed}
+        seen, *elsewhere = _from_processes((self.order, self.reasons, scales, mixed, units, coupled, macs, whole))
+        self.order, self.reasons, scales, mixed, units, coupled, macs, whole = seen
+        for order, reasons, more, others_mixed, others_units, *_ in elsewhere:  # what one process saw, all of them know
             self.order, self.reasons, scales = self.order | order, reasons | self.reasons, more | scales
+            mixed, units = mixed | others_mixed, others_units | units
         for name, scale in scales.items():
             self.by_name[name].scale = scale.to(self.anchor.device)
         names = [*self.order, *(name for name in self.by_name if name not in self.order)]
@@ -372,12 +434,17 @@ class _Observers:
         layers = {}
         for name in self.by_name:  # the same order in every process
             observer = self.by_name[name]
-            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state().items()}
+            unit = units.get(name, 1.0)
+            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state(unit).items()}
             observer.inputs = observer.gradients = observer.fisher = None  # wide layers hold hundreds of megabytes
-            layers[name] = self._finish(observer, sums, float(examples), whole)
+            if name in mixed:
+                sums.pop("fisher", None)
+            layers[name] = self._finish(observer, sums, float(examples), unit, whole)
         return Curvature({n: layers[n] for n in names}, self.reasons, coupled, int(examples), macs, needs - {"coupling"}, whole)
 
-    def _finish(self, observer: _Observer, sums: dict[str, Tensor], examples: float, whole: dict[str, str]) -> LayerCurvature:
+    def _finish(
+        self, observer: _Observer, sums: dict[str, Tensor], examples: float, unit: float, whole: dict[str, str]
+    ) -> LayerCurvature:
         positions = sums.pop("positions")
         for key, value in sums.items():
             if not bool(value.isfinite().all()):
@@ -396,11 +463,21 @@ class _Observers:
             if not seen:
                 self.reasons[observer.name] = whole.get(observer.name, "the batches do not reach it")
             elif any(key in sums and not bool(sums[key].any()) for key in ("gradients", "fisher")):
-                self.reasons[observer.name] = "the loss does not depend on it"
+                self.reasons[observer.name] = "no gradient of the loss reaches it"
         if observer.name in self.reasons:
             return LayerCurvature(shape)
         scaled = {key: value.div_(seen if key in ("inputs", "patches") else examples) for key, value in sums.items()}
+        if unit != 1:
+            scaled |= {key: scaled[key].double() * unit**2 for key in ("gradients", "fisher") if key in scaled}
         return LayerCurvature(shape, scale=observer.scale, **scaled)
+
+
+def _unit_for(gradient: Tensor) -> float | None:
+    """A power of two near the largest entry, where squares of such entries could leave the range of single precision."""
+    peak = float(gradient.abs().max()) if gradient.numel() else 0.0
+    if not 0 < peak < math.inf:
+        return None
+    return 1.0 if 1e-8 < peak < 1e8 else 2.0 ** round(math.log2(peak))
 
 
 def _distributed() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
@@ -26,6 +26,55 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+class NoTensor(TypeError):
+    """A pass went through, but what it gave back is not one tensor."""
+
+
+def runs_in_training(model: nn.Module, run: Callable[[], object]) -> bool:
+    """Whether ``run()``, which calls ``model``, gets through in training mode. Some code runs only there."""
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.no_grad(), restoring(model):
+        try:
+            model.train()
+            run()
+        except NoTensor:
+            return True
+        except Exception:  # the model's code may raise anything
+            return False
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    return True
+
+
+def backward(loss: Tensor, anchor: Tensor) -> None:
+    """``loss.backward()``, but only ``anchor`` of all the tensors that the loss depends on gets a gradient."""
+    others = [leaf for leaf in _leaves(loss) if leaf is not anchor]
+    held = [leaf.grad for leaf in others]
+    try:
+        for leaf in others:
+            leaf.grad = None
+        loss.backward()
+    finally:
+        for leaf, gradient in zip(others, held, strict=True):
+            leaf.grad = gradient
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors in which a backward pass would leave gradients."""
+    found: list[Tensor] = []
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 @contextmanager

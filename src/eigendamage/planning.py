@@ -14,7 +14,7 @@ from eigendamage.budgets import at_equal_cost, best_plan
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
 from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
-from eigendamage.methods import METHODS, Method, channel_scores, method_named
+from eigendamage.methods import METHODS, MISSING, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
 from eigendamage.plans import BEST, Choice, Kept, Plan
@@ -132,7 +132,8 @@ def _plan_channels(
     if curvature.coupling is None:
         raise ValueError(f"method {method!r} needs the coupling of channels; name the method in measure(..., methods=[...])")
     coupling, modules = curvature.coupling, candidates(model)
-    losses = _scores(curvature, modules, method_named(method))
+    row = method_named(method)
+    losses = _scores(curvature, modules, row)
     scores = {name: _normalized(values) for name, values in losses.items()} if rules.normalize else losses
     count = 1 + max((unit for side in coupling.sides.values() for unit in side.outputs), default=FIXED)
     _leave_last_linear(layers, curvature, rules)
@@ -148,7 +149,8 @@ def _plan_channels(
     kept = keep_units(totals, removable, listed, [torch.tensor(free) for free in capped if free], ratio, rules.cap)
     plan = Plan(method, layers, _kept(coupling, kept))
     for name, choice in layers.items():
-        _describe_channels(plan, name, choice, losses.get(name), coupling)
+        missing = next((MISSING[need] for need in row.needs if getattr(curvature[name], need) is None and need in MISSING), "")
+        _describe_channels(plan, name, choice, losses.get(name), coupling, missing)
     return plan
 
 
@@ -181,9 +183,9 @@ def _kept(coupling: Coupling, kept: Tensor) -> dict[str, Kept]:
     return {n: k for n, (s, k) in sides.items() if len(k.inputs) < len(s.inputs) or len(k.outputs) < len(s.outputs)}
 
 
-def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | None, coupling: Coupling) -> None:
+def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | None, coupling: Coupling, missing: str) -> None:
     if name not in plan.kept:
-        choice.reason = choice.reason or coupling.reasons.get(name, ALL_STAYS)
+        choice.reason = choice.reason or coupling.reasons.get(name) or missing or ALL_STAYS
         return
     kept = plan.kept[name]
     depthwise = choice.shape.inputs == 1 and len(coupling.sides[name].inputs) > 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eigendamage.coupling import FIXED, Coupling, channel_dim_of, components, hooked, input_of, numbered, watched
 from eigendamage.layers import kind_of
-from eigendamage.passes import alike, restoring, tensors_in
+from eigendamage.passes import alike, restoring, runs_in_training, tensors_in
 
 WRITTEN_IN = "the model's code has its channel count written in"
 
@@ -103,6 +103,7 @@ def _rehearsed(model: nn.Module, run: Callable[[], object], coupling: Coupling) 
     """The coupling, with those units fixed that the model's code cannot do without."""
     groups = _groups(coupling)
     sole = _indispensable(coupling)
+    trains = runs_in_training(model, run)
 
     def outputs() -> list[Tensor]:
         with torch.no_grad(), restoring(model):
@@ -114,7 +115,7 @@ def _rehearsed(model: nn.Module, run: Callable[[], object], coupling: Coupling) 
             expected = outputs()
         try:
             with sliced(model, coupling, units):
-                return alike(outputs(), expected)
+                return alike(outputs(), expected) and (not trains or runs_in_training(model, run))
         except Exception:  # a model may raise anything when a size is not the one it counts on
             return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ def solve(layers: list[Options], budgets: Float[Tensor, " currencies"]) -> list[
     improvements. None if even the cheapest options cost too much.
     """
     scale = torch.stack([layer.costs.max(0).values for layer in layers]).sum(0).clamp(min=1)
+    largest = max(float(layer.losses.abs().max()) for layer in layers) or 1.0
+    layers = [replace(layer, losses=layer.losses / largest) for layer in layers]  # prices are found among ordinary numbers
     if bool((torch.stack([layer.costs.min(0).values for layer in layers]).sum(0) > budgets).any()):
         return None
     prices = torch.zeros(len(budgets), dtype=torch.float64)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from eigendamage.layers import describe_like
-from eigendamage.passes import alike, restoring
+from eigendamage.passes import alike, restoring, runs_in_training
 
 REASON = "the model's code does more with it than call it in its place"
+ESCAPES = "a copy of the model goes on calling the original of it"
 
 
 def irreplaceable(model: nn.Module, run: Callable[[], Tensor], names: Collection[str]) -> dict[str, str]:
@@ -34,7 +36,11 @@ def irreplaceable(model: nn.Module, run: Callable[[], Tensor], names: Collection
             actual = outputs(chosen)
         except Exception:  # a model's code may raise anything when a layer is not what it counts on
             return False
-        return alike(actual, expected) or not repeats
+        return (alike(actual, expected) or not repeats) and trained(chosen)
+
+    def trained(standing_in: list[str]) -> bool:
+        with _standing_in(model, standing_in):
+            return not trains or runs_in_training(model, run)
 
     def needed(chosen: list[str], accepted: list[str]) -> list[str]:
         """Found by halving; one layer at a time only where something fails."""
@@ -46,11 +52,32 @@ def irreplaceable(model: nn.Module, run: Callable[[], Tensor], names: Collection
         found = needed(left, accepted)
         return found + needed(right, accepted + [name for name in left if name not in found])
 
-    repeats = True
+    repeats, trains = True, runs_in_training(model, run)
     if holds(names):
         return {}
     repeats = alike(outputs([]), expected)  # the outputs of a model that does not repeat itself tell nothing
     return dict.fromkeys(needed(names, []), REASON)
+
+
+def escaping(model: nn.Module, run: Callable[[nn.Module], object], names: Collection[str]) -> dict[str, str]:
+    """Those of the layers ``names`` that a copy of the model does not call its own copy of, as from a closure, and why."""
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+    called: dict[nn.Module, None] = {}
+
+    def saw(module: nn.Module, *args: object) -> None:
+        called[module] = None
+
+    layers, copies = ([network.get_submodule(name) for name in names] for network in (model, twin))
+    handles = [module.register_forward_hook(saw) for module in (*layers, *copies)]
+    try:
+        with torch.no_grad(), restoring(model):
+            run(twin)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called.keys().isdisjoint(copies):  # a forward function of the user's own that does not call what it is given
+        return {}
+    return {name: ESCAPES for name, layer in zip(names, layers, strict=True) if layer in called}
 
 
 @contextmanager

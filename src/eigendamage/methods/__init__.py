@@ -30,6 +30,9 @@ class Method:
     predicts: bool = True  # whether its plans say by how much the loss will grow
 
 
+# Why a layer can lack a statistic that was collected.
+MISSING = {"fisher": "examples cannot be told apart in its inputs", "scale": "no batch norm follows it"}
+
 METHODS: dict[str, Method] = {
     "c-obd": Method("C-OBD", "channels", ("fisher",), obd.scores),
     "c-obs": Method("C-OBS", "channels", ("patches", "gradients"), obs.scores, compensates=True),
