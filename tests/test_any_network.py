@@ -82,9 +82,8 @@ def padded(encoder: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_encoder(*layers: str) -> dict[str, str]:
-    """What the fast path reads from `nn.TransformerEncoderLayer`."""
-    parts = ("linear1", "linear2", "self_attn.out_proj")
-    return {f"{layer}.{part}": TAKEN_HOLD_OF for layer in layers for part in parts}
+    """What attention reads the weight of, where it is in `nn.TransformerEncoderLayer`."""
+    return {f"{layer}.self_attn.out_proj": TAKEN_HOLD_OF for layer in layers}
 
 
 # --- weights that are not simply there --------------------------------------------------------------------------------------
@@ -336,6 +335,20 @@ def lazy_after_one_batch() -> nn.Module:
     return model
 
 
+class OnlyInTraining(nn.Module):
+    """A second head, and a look at a weight, that evaluation knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.hidden = nn.Linear(8, 12), nn.Linear(12, 12)
+        self.looked_at, self.last, self.aside = nn.Linear(12, 12), nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden(self.front(x).relu()).relu()
+        y = self.last(self.looked_at(x).relu())
+        return y + self.aside(x) + self.looked_at.weight.norm() if self.training else y
+
+
 def compiled(of: Callable[[], nn.Module], run: bool) -> nn.Module:
     model = torch.compile(of(), backend="eager")
     assert isinstance(model, nn.Module)
@@ -422,6 +435,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
     "bfloat16": (lambda: perceptron(dtype=torch.bfloat16), VECTORS.bfloat16(), {}),
     "float16": (lambda: perceptron(dtype=torch.float16), VECTORS.half(), {}),
     "batch of one": (perceptron, VECTORS[:1], {}),
+    "code that runs only in training": (
+        OnlyInTraining,
+        VECTORS,
+        {"looked_at": TAKEN_HOLD_OF, "aside": "the batches do not reach it"},
+    ),
     "lazy layers after a batch": (lazy_after_one_batch, IMAGES, {}),
     "several inputs and outputs": (of_several_inputs_and_outputs, (VECTORS[:5], SEQUENCES), {"side": NO_GRADIENT}),
     "DataParallel": (lambda: nn.DataParallel(perceptron()), VECTORS, {}),

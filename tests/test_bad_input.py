@@ -58,7 +58,7 @@ def test_a_ratio_outside_of_0_and_1(method: str, ratio: float) -> None:
 
 @pytest.mark.parametrize("cap", [-0.5, 1.01, math.nan])
 def test_a_cap_outside_of_0_and_1(cap: float) -> None:
-    refused(lambda: plan(ratio=0.5, cap=cap), "cap: must lie between 0 and 1", f"got {cap}")
+    refused(lambda: plan(ratio=0.5, cap=cap), "cap: must be between 0 and 1", f"got {cap}")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_ranks_for_a_method_that_finds_its_own() -> None:
         ({"conv7": 3}, ["ranks: there is no layer 'conv7'", "0, 3, 8, 10"]),
         ({"3": 97}, ["3: rank 'cp' of cp must be a whole number from 1 to 96; got 97"]),
         (0, ["0: rank 'cp' of cp must be a whole number from 1 to 24; got 0"]),
-        (-0.5, ["ranks: a multiple of each layer's rank must be above 0; got -0.5"]),
-        (math.nan, ["ranks: ", "must be above 0; got nan"]),
+        (-0.5, ["ranks: must be above 0, as a multiple of each layer's rank; got -0.5"]),
+        (math.nan, ["ranks: must be above 0", "got nan"]),
     ],
 )
 def test_ranks_that_do_not_exist(ranks: object, parts: list[str]) -> None:

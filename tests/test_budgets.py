@@ -101,7 +101,7 @@ def test_a_budget_of_one_is_the_dense_model(model, curvature) -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.5, float("nan")])
 def test_a_budget_out_of_range_is_named(model, curvature, value: float) -> None:
-    with pytest.raises(ValueError, match=r"macs: a budget is a fraction"):
+    with pytest.raises(ValueError, match="macs: must be a fraction of the dense model, above 0 and at most 1"):
         ed.plan(model, curvature, macs=value)
 
 

@@ -77,7 +77,10 @@ def test_a_model_of_the_same_layers_will_do(curvature: Curvature) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: network(5), r"measured with 0 as conv 2→4 kernel 3×3, the model has conv 2→5 kernel 3×3"),
+        (
+            lambda: network(5),
+            r"measured with 0 as conv 2→4 kernel 3×3, with bias, the model has conv 2→5 kernel 3×3, with bias",
+        ),
         (lambda: network()[:6], r"it knows a layer '6', the model has 0, 3, 5"),
         (lambda: network().append(nn.Linear(3, 3)), r"it does not know 7"),
         (lambda: nn.Sequential(nn.ReLU()), r"it knows a layer '0', the model has none"),

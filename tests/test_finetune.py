@@ -37,9 +37,9 @@ def test_frozen_weights_stay() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epochs": -1}, "epochs: must not be negative; got -1"),
+        ({"epochs": -1}, "epochs: must be at least 0; got -1"),
         ({"learning_rate": 0.0}, "learning_rate: must be above 0; got 0.0"),
-        ({"schedule": "linear"}, "schedule: must be 'steps' or 'cosine'; got 'linear'"),
+        ({"schedule": "linear"}, "schedule: must be one of 'steps', 'cosine'; got 'linear'"),
         ({"batches": []}, "batches: the loader is empty"),
         ({"batches": iter(line())}, "batches: an iterator ends after one epoch; 150 epochs need a list"),
         ({"learning_rate": 1e30, "epochs": 3}, "the loss became .* a smaller learning_rate"),

@@ -15,6 +15,7 @@ PACKAGE = "eigendamage"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 ORDER = [
+    "checks",
     "layers",
     "passes",
     "linalg",

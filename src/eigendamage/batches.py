@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ def outputs_of(
     device = next(model.parameters()).device
     context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
     with context:
-        outputs = forward(model, batch) if forward else model(_inputs(batch, device))
+        outputs = forward(model, batch) if forward else _called(model, _inputs(batch, device))
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise NoTensor(
@@ -37,16 +38,33 @@ def outputs_of(
     return outputs
 
 
-def _inputs(batch: Any, device: torch.device) -> Any:
+def pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets. Raises TypeError for a batch that is no pair of them."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(
             f"batches: each must be a pair (inputs, targets); got {type(batch).__name__}. "
             "For anything else pass forward=lambda model, batch: logits"
         )
-    inputs = batch[0]
+    return batch[0], batch[1]
+
+
+def _inputs(batch: Any, device: torch.device) -> Any:
+    inputs, _ = pair(batch)
+    if isinstance(inputs, numpy.ndarray | str | int | float | None):
+        raise TypeError(f"batches: the inputs must be tensors; got {type(inputs).__name__}")
     if isinstance(inputs, Tensor) and inputs.device != device:
         raise ValueError(f"batches: the inputs are on {inputs.device}, the model is on {device}; move one to the other")
     return inputs
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    try:
+        return model(inputs)
+    except RuntimeError as error:
+        expected = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        if isinstance(inputs, Tensor) and inputs.dtype != expected and "dtype" in str(error).lower():
+            raise ValueError(f"batches: the inputs are {inputs.dtype}, the model is {expected} ({error})") from error
+        raise
 
 
 def targets_of(batch: Any) -> Any:

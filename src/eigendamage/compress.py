@@ -10,11 +10,12 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from eigendamage.batches import Forward, batch_size, outputs_of
+from eigendamage.batches import Forward, batch_size, detached, outputs_of
+from eigendamage.checks import require_batches, require_whole
 from eigendamage.cost import Cost, forward_macs, parameters
-from eigendamage.measuring import DEFAULT_METHODS, measure
+from eigendamage.measuring import measure
 from eigendamage.passes import evaluating
-from eigendamage.planning import plan
+from eigendamage.planning import plan, statistics_for
 from eigendamage.plans import Plan, loss_text
 from eigendamage.surgery import apply
 from eigendamage.text import render, si
@@ -68,9 +69,8 @@ def compress(
         ValueError: as `measure`, `plan` and `apply` do.
     """
     data = _held(batches, examples)
-    curvature = measure(
-        model, data, methods=[method] if method else DEFAULT_METHODS, forward=forward, loss=loss, task=task, progress=progress
-    )
+    methods = statistics_for({"method": method, **planning})
+    curvature = measure(model, data, methods=methods, forward=forward, loss=loss, task=task, progress=progress)
     chosen = plan(model, curvature, method=method, **planning)
     small = apply(model, chosen, curvature, refit=data, forward=forward)
     return small, Report(_cost(model, data[0], forward), _cost(small, data[0], forward), chosen)
@@ -78,12 +78,12 @@ def compress(
 
 def _held(batches: Iterable[Any], examples: int | None) -> list[Any]:
     """The batches that are used, kept because they are gone through more than once."""
-    held, seen = [], 0
-    for batch in batches:
-        held.append(batch)
-        seen += batch_size(batch)
-        if examples is not None and seen >= examples:
-            break
+    if examples is not None:
+        require_whole("examples", examples, least=1)
+    require_batches("batches", batches)
+    held = list(detached(batches, examples))
+    if not held:
+        raise ValueError("batches: the loader is empty")
     return held
 
 

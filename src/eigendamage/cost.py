@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from eigendamage.checks import require
 from eigendamage.passes import evaluating, layer_by_layer
 
 
@@ -42,6 +43,8 @@ def count(model: nn.Module, example_inputs: Any) -> Cost:
 
     A tuple of inputs is passed as arguments, a mapping as keywords. MACs are those of convolutions and matrix products.
     """
+
+    require("model", model, nn.Module, "a torch.nn.Module")
 
     def run() -> object:
         if isinstance(example_inputs, Mapping):

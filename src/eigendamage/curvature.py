@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eigendamage import files
 from eigendamage.coupling import Coupling, Sides
-from eigendamage.layers import LayerShape, candidates, shape_of, some
+from eigendamage.layers import LayerShape, candidates, require_values, shape_of, some
 from eigendamage.linalg import eigen
 
 TENSORS = ("inputs", "patches", "gradients", "fisher", "scale")
@@ -109,13 +109,13 @@ class Curvature:
 
     def require_model(self, model: nn.Module) -> None:
         """Raise ValueError unless this was measured on a model with the same layers."""
+        require_values(model)
         present = candidates(model)
         for name, layer in self.layers.items():
             if name not in present:
                 raise ValueError(f"the curvature is of another model: it knows a layer {name!r}, the model has {some(present)}")
-            measured = (layer.shape.kind, layer.shape.outputs, layer.shape.inputs, layer.shape.kernel)
             shape = shape_of(present[name])
-            if (shape.kind, shape.outputs, shape.inputs, shape.kernel) != measured:
+            if any(getattr(shape, key) != getattr(layer.shape, key) for key in LayerShape.OF_THE_LAYER):
                 raise ValueError(
                     f"the curvature is of another model: it was measured with {name} as {_describe(layer.shape)}, "
                     f"the model has {_describe(shape)}"
@@ -167,6 +167,5 @@ def _coupling(content: dict[str, Any] | None) -> Coupling | None:
 
 
 def _describe(shape: LayerShape) -> str:
-    return f"{shape.kind} {shape.inputs}→{shape.outputs}" + (
-        f" kernel {'×'.join(map(str, shape.kernel))}" if shape.kernel else ""
-    )
+    kernel = f" kernel {'×'.join(map(str, shape.kernel))}" if shape.kernel else ""
+    return f"{shape.kind} {shape.inputs}→{shape.outputs}{kernel}, {'with' if shape.bias else 'without'} bias"

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eigendamage.checks import require
+
 VERSION = 1
 
 
@@ -26,6 +28,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], content: dic
         FileNotFoundError: The folder of ``path`` does not exist.
         TypeError: A tensor is of a type that safetensors cannot hold, or ``content`` is not JSON data.
     """
+    require("path", path, str | os.PathLike, "the name of a file")
     path = Path(path).resolve()
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -45,6 +48,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     Raises:
         ValueError: The file is damaged, or it is something else.
     """
+    require("path", path, str | os.PathLike, "the name of a file")
     try:
         # The errors of open() name the file; safe_open's do not.
         with open(path, "rb"), safe_open(path, framework="pt") as file:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eigendamage.batches import pair
+from eigendamage.checks import require, require_batches, require_choice, require_number, require_whole
 from eigendamage.progress import track
 
 
@@ -55,8 +57,11 @@ def finetune(
     Raises:
         ValueError: for arguments out of range, no batches, or a loss that is not finite.
     """
+    require("model", model, nn.Module, "a torch.nn.Module")
     _check(epochs, learning_rate, schedule, batches)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("model: has no parameter that requires a gradient, so there is nothing to train")
     optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
     modes = [(module, module.training) for module in model.modules()]
     history = []
@@ -80,7 +85,8 @@ def _epoch(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Epoch:
     total, examples, first_rate = 0.0, 0, math.nan
-    for (inputs, targets), rate in zip(batches, rates, strict=False):
+    for batch, rate in zip(batches, rates, strict=False):
+        inputs, targets = pair(batch)
         first_rate = rate if math.isnan(first_rate) else first_rate
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -111,12 +117,10 @@ def _rates(schedule: str, start: float, epoch: int, epochs: int, batches: Iterab
 
 
 def _check(epochs: int, learning_rate: float, schedule: str, batches: Iterable[Any]) -> None:
-    if epochs < 0:
-        raise ValueError(f"epochs: must not be negative; got {epochs}")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate: must be above 0; got {learning_rate}")
-    if schedule not in ("steps", "cosine"):
-        raise ValueError(f"schedule: must be 'steps' or 'cosine'; got {schedule!r}")
+    require_whole("epochs", epochs, least=0)
+    require_number("learning_rate", learning_rate, "above 0", lambda x: x > 0)
+    require_choice("schedule", schedule, ("steps", "cosine"))
+    require_batches("batches", batches)
     if schedule == "cosine" and not hasattr(batches, "__len__"):
         raise ValueError('schedule: "cosine" must know how many batches there are; give a loader or list with a length')
     if iter(batches) is batches and epochs > 1:

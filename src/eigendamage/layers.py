@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,18 @@ class LayerShape:
     output_positions: int = 1
     axis_positions: tuple[int, ...] = ()  # where a kernel along one axis after the other runs
 
+    OF_THE_LAYER: ClassVar = ("kind", "inputs", "outputs", "kernel", "bias")  # whatever the data is
+
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerShape:
-        """The inverse of ``dataclasses.asdict``, also after a trip through JSON."""
+        """The inverse of ``dataclasses.asdict``, also after a trip through JSON. Raises ValueError for anything else."""
         values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+        kinds = get_type_hints(cls)
+        for key, value in values.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            wanted = str if key == "kind" else bool if key == "bias" else int
+            if any(type(part) is not wanted for part in parts) or isinstance(value, tuple) != ("tuple" in str(kinds.get(key))):
+                raise ValueError(f"the shape of a layer cannot have {key} {value!r}")
         return cls(**values)
 
     @property
@@ -342,6 +350,27 @@ def describe_like(stages: nn.Sequential, layer: nn.Module) -> nn.Sequential:
     return stages
 
 
+def call_by_stages(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Have torch's transformer layers call those of their layers that are stages now, in eval mode too.
+
+    There they would hand the weights of all their layers to one fused kernel. Gives back what it changed: module, name, value.
+    """
+    staged = {
+        module
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        if any(isinstance(layer, nn.Sequential) for layer in (module.linear1, module.linear2))
+    }
+    flags: list[tuple[nn.Module, str, Any]] = [(module, "activation_relu_or_gelu", 0) for module in staged]
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not staged.isdisjoint(module.layers):
+            flags.append((module, "use_nested_tensor", False))
+    before = [(module, name, getattr(module, name)) for module, name, _ in flags if hasattr(module, name)]
+    for module, name, value in flags:
+        setattr(module, name, value)
+    return before
+
+
 def require_values(model: nn.Module) -> None:
     """Raise TypeError unless this is a module, ValueError unless all its tensors have values."""
     if not isinstance(model, nn.Module):
@@ -387,8 +416,9 @@ def _reason(module: nn.Module, uses: Counter[int]) -> str | None:
         raise ValueError(f"{type(module).__name__} has no weight yet: run one batch through the model first")
     if not module.weight.is_floating_point():
         return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}, not floating point"
-    if uses[id(module.weight)] > 1:
-        return "its weight is shared with another module"
+    for name, parameter in module.named_parameters(recurse=False):
+        if uses[id(parameter)] > 1:
+            return f"its {name} is shared with another module"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "it carries hooks, which would be lost"
     if _changes_forward(module):
@@ -414,6 +444,8 @@ def _changes_forward(module: nn.Module) -> bool:
 def skipped_layers(model: nn.Module, skip: Skip) -> set[str]:
     """Names of the candidates that ``skip`` names, by itself or through a module around them, or accepts as a predicate."""
     layers = candidates(model)
+    if not callable(skip) and not isinstance(skip, Collection):
+        raise TypeError(f"skip: must be names of layers, or a function of name and module; got {type(skip).__name__}")
     if callable(skip):
         return {name for name, module in layers.items() if skip(name, module)}
     wanted = [skip] if isinstance(skip, str) else list(skip)

@@ -24,6 +24,7 @@ from eigendamage.batches import (
     outputs_of,
     targets_of,
 )
+from eigendamage.checks import require_batches, require_choice, require_function, require_whole
 from eigendamage.cost import forward_macs
 from eigendamage.coupling import Coupling
 from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dtype
@@ -41,7 +42,7 @@ from eigendamage.layers import (
     shape_of,
     weight_of,
 )
-from eigendamage.methods import needs_of
+from eigendamage.methods import DEFAULT_METHODS, needs_of
 from eigendamage.passes import alike, backward, evaluating, layer_by_layer, restoring
 from eigendamage.progress import track
 from eigendamage.rehearsal import trace
@@ -52,9 +53,6 @@ _NOTHING = object()
 
 # How many examples show how a model is wired.
 REHEARSED = 2
-
-# What budgets and the K-FAC methods need.
-DEFAULT_METHODS = ("kron-obd", "kron-obs", "c-obs", "eigendamage")
 
 
 def measure(
@@ -91,11 +89,13 @@ def measure(
     Raises:
         ValueError: for an empty loader, values that are not finite, labels out of range, or arguments that don't fit.
     """
-    _check_arguments(labels, task, loss, examples)
     require_values(model)
+    require_batches("batches", batches)
+    _check_arguments(labels, task, loss, examples, forward, autocast)
+    require_whole("seed", seed, least=0)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model: is compiled by TorchScript, which hides its layers; compress the model first, then script it")
-    needs = needs_of(methods)
+    needs = needs_of([methods] if isinstance(methods, str) else methods)
     reasons = reasons_to_stay(model, skip)
     if not candidates(model).keys() - reasons.keys():
         raise ValueError(
@@ -129,16 +129,26 @@ def measure(
         return observers.curvature(coupled, needs, macs, whole)
 
 
-def _check_arguments(labels: str, task: str, loss: Loss | None, examples: int | None) -> None:
-    for name, value, allowed in (("labels", labels, ("sampled", "given")), ("task", task, ("classification", "regression"))):
-        if value not in allowed:
-            raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-    if examples is not None and examples < 1:
-        raise ValueError(f"examples: must be at least 1; got {examples}")
+def _check_arguments(
+    labels: str,
+    task: str,
+    loss: Loss | None,
+    examples: int | None,
+    forward: Forward | None,
+    autocast: torch.dtype | None,
+) -> None:
+    require_choice("labels", labels, ("sampled", "given"))
+    require_choice("task", task, ("classification", "regression"))
+    if examples is not None:
+        require_whole("examples", examples, least=1)
+    if forward is not None:
+        require_function("forward", forward, "model and batch")
+    if autocast is not None:
+        require_choice("autocast", autocast, (torch.bfloat16, torch.float16))
     if torch.is_inference_mode_enabled():
         raise ValueError("measure needs gradients: call it outside of torch.inference_mode()")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss: must be a function of outputs and targets; got {type(loss).__name__}")
+    if loss is not None:
+        require_function("loss", loss, "outputs and targets")
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
@@ -384,6 +394,8 @@ class _Observers:
     def check_finite(self, outputs: Tensor, again: Callable[[], object]) -> None:
         if outputs.dim() == 0 or len(outputs) == 0:
             raise ValueError(f"the model's outputs have shape {tuple(outputs.shape)}; the first dimension must be the examples")
+        if not outputs.is_floating_point():
+            raise ValueError(f"the model's outputs are {outputs.dtype}; they must be real numbers")
         if not bool(outputs.isfinite().all()):
             raise ValueError(f"the model's outputs are not finite; {self._first_culprit(again)}")
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eigendamage import structures
 from eigendamage.budgets import at_equal_cost, best_plan
+from eigendamage.checks import require, require_choice, require_number, require_whole
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
 from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
-from eigendamage.methods import METHODS, MISSING, Method, channel_scores, method_named
+from eigendamage.methods import DEFAULT_METHODS, METHODS, MISSING, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
 from eigendamage.plans import BEST, Choice, Kept, Plan
@@ -201,8 +202,8 @@ def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | N
 def plan_ranks(model: nn.Module, curvature: Curvature, ranks: float | int | Mapping[str, int], rules: Rules) -> Plan:
     """CP decomposition with a multiple of each layer's rank (a float), one rank for all (an int), or a rank by layer name."""
     layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
-    if isinstance(ranks, float) and not 0 < ranks < math.inf:
-        raise ValueError(f"ranks: a multiple of each layer's rank must be above 0; got {ranks}")
+    if not isinstance(ranks, int | Mapping) or isinstance(ranks, bool):
+        require_number("ranks", ranks, "above 0, as a multiple of each layer's rank", lambda x: x > 0)
     if isinstance(ranks, Mapping):
         unknown = [name for name in ranks if name not in layers]
         if unknown:
@@ -215,11 +216,10 @@ def plan_ranks(model: nn.Module, curvature: Curvature, ranks: float | int | Mapp
         if choice.shape.taps == 1:
             choice.reason = "it is no convolution with a kernel"
             continue
-        rank = ranks[name] if isinstance(ranks, Mapping) else ranks
-        if isinstance(rank, float):
-            rank = rank_for(choice.shape, rank)
-        elif not isinstance(ranks, Mapping):
-            rank = min(rank, full_rank(choice.shape))
+        if isinstance(ranks, Mapping):
+            rank = ranks[name]
+        else:
+            rank = rank_for(choice.shape, ranks) if isinstance(ranks, float) else min(ranks, full_rank(choice.shape))
         structures.check_ranks(name, "cp", choice.shape, {"cp": rank})
         _choose(choice, ("cp", {"cp": rank}), 0.0, rules.allow_larger)
     return Plan("cp", layers)
@@ -270,6 +270,7 @@ def plan(
     Raises:
         ValueError: for a method, ratio or layer that does not exist, and for a curvature of another model.
     """
+    require("curvature", curvature, Curvature, "what measure(...) returns")
     curvature.require_model(model)
     row = method_named(method) if method is not None else None
     default = "leave" if row is None or row.removes == "directions" else "list"
@@ -287,8 +288,7 @@ def plan(
             raise ValueError(f"ranks: only cp takes given ranks; {method!r} finds its own from ratio=...")
         return _labelled(plan_ranks(model, curvature, ranks, rules))
     assert ratio is not None
-    if not 0 <= ratio < 1:
-        raise ValueError(f"ratio: must be at least 0 and below 1; got {ratio}")
+    check_ratio(ratio)
     return _labelled(plan_at_ratio(model, curvature, method, ratio, rules))
 
 
@@ -305,10 +305,8 @@ def _within(
     model: nn.Module, curvature: Curvature, method: str | None, budgets: Mapping[str, float], multiple: int, rules: Rules
 ) -> Plan:
     for key, value in budgets.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{key}: a budget is a fraction of the dense model, above 0 and at most 1; got {value}")
-    if multiple < 1:
-        raise ValueError(f"multiple: must be at least 1; got {multiple}")
+        require_number(key, value, "a fraction of the dense model, above 0 and at most 1", lambda x: 0 < x <= 1)
+    require_whole("multiple", multiple, least=1)
     layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
     if all(value == 1 for value in budgets.values()):
         return Plan(method or BEST, layers)
@@ -320,10 +318,23 @@ def _within(
     return best_plan(model, curvature, layers, budgets, multiple)
 
 
+def statistics_for(planning: Mapping[str, Any]) -> list[str]:
+    """Methods that have `measure` collect what a plan with these arguments needs."""
+    if planning.get("method") is None:
+        return list(DEFAULT_METHODS)
+    return [planning["method"], *(["kron-obd"] if planning.get("basis") == "patch" else [])]
+
+
+def check_ratio(ratio: float) -> None:
+    require_number("ratio", ratio, "at least 0 and below 1", lambda x: 0 <= x < 1)
+
+
+def check_cap(cap: float) -> None:
+    require_number("cap", cap, "between 0 and 1", lambda x: 0 <= x <= 1)
+
+
 def _check(rules: Rules) -> None:
-    if not 0 <= rules.cap <= 1:
-        raise ValueError(f"cap: must lie between 0 and 1; got {rules.cap}")
-    choices = (("basis", rules.basis, ("channel", "patch")), ("norm", rules.norm, ("frobenius", "fisher")))
-    for name, value, allowed in (*choices, ("last_linear", rules.last_linear, ("leave", "list", "prune"))):
-        if value not in allowed:
-            raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    check_cap(rules.cap)
+    require_choice("basis", rules.basis, ("channel", "patch"))
+    require_choice("norm", rules.norm, ("frobenius", "fisher"))
+    require_choice("last_linear", rules.last_linear, ("leave", "list", "prune"))

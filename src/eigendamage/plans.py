@@ -64,14 +64,21 @@ class Plan:
     layers: dict[str, Choice]
     kept: dict[str, Kept] = field(default_factory=dict)  # where channels go, also in batch norm and depthwise convolutions
 
+    def check(self) -> None:
+        """Raise ValueError, naming the layer, for a structure or ranks that cannot be; a plan may have been edited."""
+        for name, choice in self.layers.items():
+            structures.check_ranks(name, choice.structure, choice.shape, choice.ranks)
+
     @property
     def params(self) -> int:
         """Parameters of the layers after the plan."""
+        self.check()
         return sum(choice.params for choice in self.layers.values())
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates of the layers for one example, after the plan."""
+        self.check()
         return sum(choice.macs for choice in self.layers.values())
 
     @property
@@ -99,7 +106,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises ValueError for text that is no plan."""
+        """Raises ValueError for text that is no plan, or one of structures and ranks that cannot be."""
         try:
             content = json.loads(text)
             if content.pop("format") != FORMAT:
@@ -107,11 +114,20 @@ class Plan:
             layers = {
                 name: Choice(**{**row, "shape": LayerShape.from_dict(row["shape"])}) for name, row in content["layers"].items()
             }
-            return cls(content["method"], layers, {name: Kept(**row) for name, row in content["kept"].items()})
+            kept = {name: Kept(**row) for name, row in content["kept"].items()}
+            plan = cls(_text(content["method"]), layers, kept)
+            for choice in layers.values():
+                _text(choice.structure), _text(choice.reason), _text(choice.loss_of)
+            for name, sides in kept.items():
+                if any(type(index) is not int for index in (*sides.inputs, *sides.outputs)):
+                    raise ValueError(f"{name}: kept channels must be whole numbers")
+            plan.check()
+            return plan
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not the JSON of a plan: {error}") from error
 
     def __str__(self) -> str:
+        self.check()
         table = Table(title=f"{method_title(self.method)}: what each layer becomes", title_justify="left")
         for header in ("layer", "becomes", "ranks", "parameters", "MACs", "predicted loss", "why dense"):
             table.add_column(header, justify="left" if header in ("layer", "becomes", "ranks", "why dense") else "right")
@@ -121,6 +137,12 @@ class Plan:
         cost = _cost(self.params, self.dense_params), _cost(self.macs, self.dense_macs)
         table.add_row("all layers", "", "", *cost, loss_text(self.loss), "")
         return render(table)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"there is {value!r} where a text should be")
+    return value
 
 
 def method_title(name: str) -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage import structures
-from eigendamage.batches import Forward, detached, outputs_of
+from eigendamage.batches import Forward, batch_size, detached, outputs_of
+from eigendamage.checks import require_batches
 from eigendamage.covariance import PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.layers import bias_of, channel_dim, outer_products, rows, set_weight, weight_of
@@ -44,6 +45,7 @@ def refit(
     progress: bool = True,
 ) -> nn.Module:
     """``small`` with every compressed layer and batch norm refitted on ``batches``; ``put`` replaces a module."""
+    require_batches("refit", batches)
     data = list(detached(batches, None))
     if not data:
         raise ValueError("refit: the loader is empty")
@@ -55,7 +57,7 @@ def refit(
             for name in track(names, "refitting", progress):
                 new = _refitted(dense, small, name, plan[name], curvature[name], data, forward)
                 small = put(small, small.get_submodule(name), new)
-        _refit_norms(dense, small, data, forward)
+        _refit_norms(dense, small, plan, data, forward)
     return small
 
 
@@ -74,9 +76,15 @@ def _refitted(
     for batch in data:
         wanted = _calls(dense, module, batch, forward, enough)
         given = _calls(small, small.get_submodule(name), batch, forward, enough)
+        if len(given) != len(wanted):
+            raise ValueError(f"forward: must call the model it is given, but {name} ran {len(wanted)} times, not {len(given)}")
         for (x, _), (_, y) in zip(given, wanted, strict=True):
             moments.add(x, y)
         enough = enough or len(wanted) or None
+    if not moments.seen:
+        raise ValueError(f"refit: the batches do not reach {name}")
+    if not moments.finite:
+        raise ValueError(f"refit: the inputs or outputs of {name} are not finite; look for NaN or overflow in the batches")
     weight, bias = moments.ridge()
     better = copy.deepcopy(module)
     set_weight(better, weight.to(module.weight), None if bias is None else bias.to(module.weight))
@@ -100,12 +108,22 @@ class _Moments:
         self.sums = torch.zeros(outputs + 1, dtype=torch.float64)  # of the outputs, and the number of positions
 
     def add(self, x: Tensor, y: Tensor) -> None:
+        if not x.numel():
+            return
         x, y = x.to(self.dtype), y.to(self.dtype)
         dim = channel_dim(self.module, y.dim())
         beside_ones = torch.cat([y, torch.ones_like(y.narrow(dim, 0, 1))], dim)
         self.inputs.add(x)
         self.products += exact(outer_products(self.module, x, beside_ones).flatten(1))
         self.sums += exact(rows(beside_ones, self.module).sum(0))
+
+    @property
+    def seen(self) -> bool:
+        return bool(self.sums[-1])
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.products.isfinite().all() and self.inputs.total().isfinite().all())
 
     def covariance(self) -> Tensor:
         return exact(self.inputs.total()) / self.sums[-1]
@@ -165,7 +183,7 @@ def _in_eval(model: nn.Module) -> Iterator[None]:
 Norm = nn.modules.batchnorm._BatchNorm
 
 
-def _refit_norms(dense: nn.Module, small: nn.Module, data: list[Any], forward: Forward | None) -> None:
+def _refit_norms(dense: nn.Module, small: nn.Module, plan: Plan, data: list[Any], forward: Forward | None) -> None:
     """Move batch norm's running statistics by what compression changed on ``data``.
 
     The trained statistics come from many more, augmented examples: taking those of ``data`` in their place would hurt a network
@@ -176,13 +194,12 @@ def _refit_norms(dense: nn.Module, small: nn.Module, data: list[Any], forward: F
     for name, (mean, variance) in after.items():
         norm = norms[name]
         assert isinstance(norm, Norm) and norm.running_mean is not None and norm.running_var is not None
-        old_mean, old_variance = before.get(name, (mean, variance))
-        if old_mean.shape != mean.shape:  # fewer channels
-            norm.running_mean.copy_(mean)
-            norm.running_var.copy_(variance)
-        else:
-            norm.running_mean += mean - old_mean
-            norm.running_var *= (variance + norm.eps) / (old_variance + norm.eps)
+        if not bool(mean.isfinite().all() and variance.isfinite().all()):
+            raise ValueError(f"refit: the inputs of {name} are not finite; look for NaN or overflow in the batches")
+        kept = slice(None) if name not in plan.kept else torch.tensor(plan.kept[name].outputs, device=mean.device)
+        old_mean, old_variance = (statistic[kept] for statistic in before[name])
+        norm.running_mean += mean - old_mean
+        norm.running_var *= (variance + norm.eps) / (old_variance + norm.eps)
 
 
 def _norm_statistics(model: nn.Module, data: list[Any], forward: Forward | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -191,13 +208,14 @@ def _norm_statistics(model: nn.Module, data: list[Any], forward: Forward | None)
     if not norms:
         return {}
     momenta = [norm.momentum for norm in norms.values()]
+    several = [batch for batch in data if batch_size(batch) != 1] or data  # of one example there may be no variance
     with evaluating(model):  # which puts buffers back
         try:
             for norm in norms.values():
                 norm.reset_running_stats()
                 norm.momentum = None  # torch's own spelling of a cumulative average
                 norm.train()
-            for batch in data:
+            for batch in several:
                 outputs_of(model, batch, forward)
             return {name: (_copy(norm.running_mean), _copy(norm.running_var)) for name, norm in norms.items()}
         finally:

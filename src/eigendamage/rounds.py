@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from eigendamage.checks import require_batches, require_function, require_whole
 from eigendamage.curvature import Curvature
+from eigendamage.layers import require_values
 from eigendamage.measuring import measure
-from eigendamage.planning import plan
+from eigendamage.methods import METHODS, method_named
+from eigendamage.planning import check_cap, check_ratio, plan, statistics_for
 from eigendamage.plans import Plan
 from eigendamage.surgery import apply
 
@@ -55,13 +59,28 @@ def iterate(
     Raises:
         ValueError: before the first round, for arguments that no round could use.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds: must be at least 1; got {rounds}")
+    require_values(model)
+    require_batches("batches", batches)
+    require_whole("rounds", rounds, least=1)
     if rounds > 1 and iter(batches) is batches:
         raise ValueError(f"batches: an iterator ends after one round; {rounds} rounds need a list or a DataLoader")
+    if method_named(method).removes != "channels" and method != "eigendamage":
+        several = [name for name, row in METHODS.items() if row.removes == "channels"]
+        raise ValueError(f"method: rounds are of {', '.join((*several, 'eigendamage'))}; got {method!r}, which works in one")
+    check_ratio(ratio)
+    check_cap(cap)
+    if finetune is not None:
+        require_function("finetune", finetune, "a model")
+    _check_keywords("measuring", measuring or {}, measure)
+    _check_keywords("iterate", planning, plan)
     return _rounds(
         model, batches, finetune, rounds, {"method": method, "ratio": ratio, "cap": cap, **planning}, measuring or {}
     )
+
+
+def _check_keywords(where: str, keywords: Mapping[str, Any], function: Callable[..., object]) -> None:
+    for name in keywords.keys() - inspect.signature(function).parameters.keys():
+        raise TypeError(f"{where}: there is no argument {name!r}")
 
 
 def _rounds(
@@ -73,7 +92,7 @@ def _rounds(
     measuring: Mapping[str, Any],
 ) -> Iterator[Round]:
     for number in range(1, rounds + 1):
-        curvature = measure(model, batches, **{"methods": [planning["method"]], **measuring})
+        curvature = measure(model, batches, **{"methods": statistics_for(planning), **measuring})
         chosen = plan(model, curvature, **planning)
         model = apply(model, chosen, curvature)
         if finetune is not None:

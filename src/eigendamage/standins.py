@@ -10,11 +10,12 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eigendamage.layers import describe_like
+from eigendamage.layers import call_by_stages, describe_like
 from eigendamage.passes import alike, restoring, runs_in_training
 
 REASON = "the model's code does more with it than call it in its place"
@@ -87,13 +88,17 @@ def _standing_in(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     substitutes = {layer: describe_like(nn.Sequential(copy.copy(layer)), layer).train(layer.training) for layer in layers}
     children = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
     places = [(parent, name, child) for parent, name, child in children if child is not None and child in substitutes]
+    flags: list[tuple[nn.Module, str, Any]] = []
     try:
         for layer in layers:
             vars(layer)["forward"] = _refuse
         for parent, name, child in places:
             parent._modules[name] = substitutes[child]
+        flags = call_by_stages(model)
         yield
     finally:
+        for module, flag, value in flags:
+            setattr(module, flag, value)
         for parent, name, child in places:
             parent._modules[name] = child
         for layer in layers:

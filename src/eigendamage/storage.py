@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections import OrderedDict
 from itertools import chain
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage import files
-from eigendamage.layers import CONVOLUTIONS, TRANSPOSED, deep_copy, describe_like, kind_of, require_values, some
+from eigendamage.layers import CONVOLUTIONS, TRANSPOSED, call_by_stages, deep_copy, describe_like, kind_of, require_values, some
 from eigendamage.structures import STAGES
 
 KIND = "model"
@@ -130,6 +131,7 @@ def _rebuild(model: nn.Module, recorded: dict[str, Spec]) -> nn.Module:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             replacements[key] = _replacement(name, old, tree, device)
         model = _place(model, name, replacements[key])
+    call_by_stages(model)
     present = _specs(model)
     for name in sorted(present.keys() | recorded.keys()):
         if present.get(name) != recorded.get(name):
@@ -189,7 +191,27 @@ def _fits(new: nn.Module, old: nn.Module) -> bool:
     staged = isinstance(new, nn.Sequential) or isinstance(old, nn.Sequential)
     if not staged and any(getattr(new, name, None) != getattr(old, name, None) for name in GEOMETRY):
         return False
+    if staged and _walk(new) != _walk(old):
+        return False
     return all(width <= before for width, before in zip(_widths(new), _widths(old), strict=True))
+
+
+def _walk(module: nn.Module) -> list[Any]:
+    """How a layer, or its stages together, walk over the input: what stages share out between them."""
+    stages: list[Any] = [stage for stage in module.modules() if hasattr(stage, "kernel_size")]
+    if not stages:
+        return []
+    axes = range(len(stages[0].kernel_size))
+    written = {stage.padding for stage in stages if isinstance(stage.padding, str)} - {"valid"}
+    paddings = [stage.padding for stage in stages if not isinstance(stage.padding, str)]
+    return [
+        [math.prod(stage.stride[axis] for stage in stages) for axis in axes],
+        [sum(stage.dilation[axis] * (stage.kernel_size[axis] - 1) for stage in stages) for axis in axes],
+        written or [sum(padding[axis] for padding in paddings) for axis in axes],
+        [sum(stage.output_padding[axis] for stage in stages) for axis in axes],
+        {stage.padding_mode for stage in stages} - {"zeros"},
+        any(stage.transposed for stage in stages),
+    ]
 
 
 def _family(module: nn.Module) -> str | None:

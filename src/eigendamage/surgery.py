@@ -10,9 +10,22 @@ from torch import Tensor, nn
 
 from eigendamage import structures
 from eigendamage.batches import Forward
+from eigendamage.checks import require
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
-from eigendamage.layers import bias_of, candidates, deep_copy, describe_like, kind_of, set_weight, shape_of, some, weight_of
+from eigendamage.layers import (
+    LayerShape,
+    bias_of,
+    call_by_stages,
+    candidates,
+    deep_copy,
+    describe_like,
+    kind_of,
+    set_weight,
+    shape_of,
+    some,
+    weight_of,
+)
 from eigendamage.methods import METHODS
 from eigendamage.methods.obs import compensated
 from eigendamage.plans import Choice, Kept, Plan
@@ -40,6 +53,8 @@ def apply(
         ValueError: for a plan or curvature of another model, ranks out of range, or channels that coupled layers keep
             differently.
     """
+    require("plan", plan, Plan, "what plan(...) returns")
+    require("curvature", curvature, Curvature, "what measure(...) returns")
     curvature.require_model(model)
     _check(model, plan, curvature)
     small = deep_copy(model)
@@ -56,6 +71,7 @@ def apply(
                 assert bottleneck is not None and isinstance(new, nn.Sequential)
                 layer, new = bottleneck, structures.merge(bottleneck, new)
             small = _replaced(small, layer, new)
+    call_by_stages(small)
     return small if refit is None else refitted(model, small, plan, curvature, refit, forward, _replaced)
 
 
@@ -146,7 +162,7 @@ def _check(model: nn.Module, plan: Plan, curvature: Curvature) -> None:
         if name not in present:
             raise ValueError(f"the plan is of another model: it knows a layer {name!r}, the model has {some(present)}")
         shape, planned = shape_of(present[name]), choice.shape
-        if any(getattr(shape, key) != getattr(planned, key) for key in ("kind", "inputs", "outputs", "kernel", "bias")):
+        if any(getattr(shape, key) != getattr(planned, key) for key in LayerShape.OF_THE_LAYER):
             raise ValueError(f"the plan is of another model: {name} is {shape}, the plan has {planned}")
         structures.check_ranks(name, choice.structure, choice.shape, choice.ranks)
         _check_layer(name, choice, plan, model, curvature)

@@ -44,9 +44,12 @@ METHODS: dict[str, Method] = {
     "cp": Method("CP decomposition", "rank", (), predicts=False),
 }
 
+# What budgets and the K-FAC methods need is what `measure` collects unless it is told otherwise.
+DEFAULT_METHODS = ("kron-obd", "kron-obs", "c-obs", "eigendamage")
+
 
 def method_named(name: str) -> Method:
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; the methods are {some(METHODS, 20)}")
     return METHODS[name]
 

@@ -6,6 +6,7 @@ where it is exact at padded borders too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from eigendamage.layers import LayerShape
@@ -42,15 +43,17 @@ def macs(structure: str, shape: LayerShape, ranks: Ranks) -> Any:
 
 def check_ranks(name: str, structure: str, shape: LayerShape, ranks: Ranks) -> None:
     """Raise ValueError unless the structure exists, takes these ranks, and each lies between 1 and its limit."""
-    if structure not in STRUCTURES:
+    if not isinstance(structure, str) or structure not in STRUCTURES:
         raise ValueError(f"{name}: structure {structure!r} is unknown; there are {', '.join(STRUCTURES)}")
     if not STRUCTURES[structure].fits(shape):
         raise ValueError(f"{name}: cannot become {structure}: it is {shape.kind} with kernel {shape.kernel}")
     limits = STRUCTURES[structure].limits(shape)
+    if not isinstance(ranks, Mapping):
+        raise ValueError(f"{name}: {structure} takes the ranks {sorted(limits)}; got {ranks!r}")
     if ranks.keys() != limits.keys():
         raise ValueError(f"{name}: {structure} takes the ranks {sorted(limits)}; got {sorted(ranks)}")
     for rank, limit in limits.items():
-        if not isinstance(ranks[rank], int) or not 1 <= ranks[rank] <= limit:
+        if type(ranks[rank]) is not int or not 1 <= ranks[rank] <= limit:
             raise ValueError(
                 f"{name}: rank {rank!r} of {structure} must be a whole number from 1 to {limit}; got {ranks[rank]!r}"
             )
