@@ -438,7 +438,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, str]]] = {
     "code that runs only in training": (
         OnlyInTraining,
         VECTORS,
-        {"looked_at": TAKEN_HOLD_OF, "aside": "the batches do not reach it"},
+        {"looked_at": TAKEN_HOLD_OF, "aside": NOT_REACHED},
     ),
     "lazy layers after a batch": (lazy_after_one_batch, IMAGES, {}),
     "several inputs and outputs": (of_several_inputs_and_outputs, (VECTORS[:5], SEQUENCES), {"side": NO_GRADIENT}),

@@ -105,6 +105,22 @@ def test_a_budget_out_of_range_is_named(model, curvature, value: float) -> None:
         ed.plan(model, curvature, macs=value)
 
 
+def test_a_layer_of_one_channel_has_nothing_to_offer_but_is_no_obstacle() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    curvature = ed.measure(model, [(torch.randn(6, 1, 6, 6), torch.randint(0, 4, (6,)))], progress=False)
+    assert ed.plan(model, curvature, params=0.9)["0"].structure == "dense"
+
+
+def test_a_shared_bias_counts_once_and_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 30), nn.Linear(30, 4))
+    model[2].bias = model[0].bias
+    inputs = torch.randn(40, 10)
+    curvature = ed.measure(model, [(inputs, torch.randint(0, 4, (40,)))], progress=False)
+    small = ed.apply(model, ed.plan(model, curvature, params=0.8), curvature)
+    assert ed.count(small, inputs).params <= 0.8 * ed.count(model, inputs).params
+    assert small[0].bias is small[2].bias
+
+
 def test_an_impossible_budget_says_what_can_be_reached(model, curvature) -> None:
     with pytest.raises(ValueError, match=r"macs=0.001 cannot be reached: the least .* is macs=0\.\d+"):
         ed.plan(model, curvature, macs=0.001)

@@ -122,6 +122,37 @@ def test_refitting_an_uncompressed_network_changes_nothing(model, data) -> None:
     assert all(torch.allclose(value, same.state_dict()[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("method", ["eigendamage", "kron-obd"])
+def test_a_last_batch_of_one_example_will_do(method: str) -> None:
+    blocks = [(nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.ReLU()) for inputs in (8, 16)]
+    model = nn.Sequential(*(module for block in blocks for module in block), nn.Linear(16, 3)).eval()
+    batches = [(torch.randn(size, 8), torch.zeros(size).long()) for size in (16, 16, 1)]
+    small, report = ed.compress(model, batches, method=method, ratio=0.4, allow_larger=True, progress=False)
+    assert report.after != report.before
+    assert all(bool(buffer.isfinite().all()) for buffer in small.buffers())
+
+
+def test_batch_norm_in_front_of_which_nothing_changed_stays_as_it_was(model, data) -> None:
+    curvature = ed.measure(model, data, methods=["kron-obd"], progress=False)
+    plan = ed.plan(model, curvature, method="kron-obd", ratio=0.8)
+    kept = plan.kept["norm"].outputs
+    assert 0 < len(kept) < model.norm.num_features
+    small = ed.apply(model, plan, curvature, refit=data[:1])
+    torch.testing.assert_close(small.norm.running_mean, model.norm.running_mean[kept])
+    torch.testing.assert_close(small.norm.running_var, model.norm.running_var[kept])
+
+
+def test_no_more_examples_than_asked_for(model, data) -> None:
+    seen = []
+
+    def forward(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append(len(batch[0]))
+        return net(batch[0])
+
+    ed.compress(model, data, macs=0.6, examples=70, forward=forward, progress=False)
+    assert set(seen) == {2, 6, 64}
+
+
 def test_an_empty_loader_is_an_error(model, data) -> None:
     curvature = ed.measure(model, data, progress=False)
     with pytest.raises(ValueError, match="refit: the loader is empty"):

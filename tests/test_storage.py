@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import eigendamage as ed
 from eigendamage import files
 from eigendamage.storage import load, save
 
@@ -150,6 +152,7 @@ def test_another_process_needs_only_the_dense_model_and_unpickles_nothing(path: 
     files.write(path.with_name("expected"), {"inputs": inputs, "outputs": small(inputs)}, {}, "example")
     check = f"""{DENSE}
 import pickle
+import eigendamage as ed
 from eigendamage import files
 from eigendamage.storage import load
 
@@ -303,6 +306,17 @@ def test_a_file_of_another_model_is_refused(path: Path, other: nn.Module, named:
     with pytest.raises(ValueError, match=f"{path} belongs to another model: .*{named}"):
         load(other, path)
     assert same(other, before) and structure(other) == structure(before)
+
+
+@pytest.mark.parametrize("arguments", [{"stride": 2, "padding": 1}, {"padding": 2}, {"padding": 1, "padding_mode": "circular"}])
+def test_stages_do_not_fit_a_layer_that_walks_otherwise(path: Path, arguments: dict[str, Any]) -> None:
+    model, inputs = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)), torch.randn(4, 3, 6, 6)
+    forward = {"forward": lambda net, batch: net(batch[0]).mean((2, 3)), "progress": False}
+    curvature = ed.measure(model, [(inputs, None)], **forward)
+    ed.save(ed.apply(model, ed.plan(model, curvature, macs=0.5), curvature), path)
+    assert isinstance(ed.load(copy.deepcopy(model), path)[1], nn.Sequential)
+    with pytest.raises(ValueError, match="1 is Conv2d"):
+        ed.load(nn.Sequential(model[0], nn.Conv2d(8, 8, 3, **arguments)), path)
 
 
 def test_missing_state_and_shapes_of_unrecorded_modules_are_named(path: Path) -> None:

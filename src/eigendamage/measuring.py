@@ -95,6 +95,8 @@ def measure(
     require_whole("seed", seed, least=0)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model: is compiled by TorchScript, which hides its layers; compress the model first, then script it")
+    if not isinstance(methods, Iterable):
+        raise TypeError(f"methods: must be names of methods; got {methods!r}")
     needs = needs_of([methods] if isinstance(methods, str) else methods)
     reasons = reasons_to_stay(model, skip)
     if not candidates(model).keys() - reasons.keys():
