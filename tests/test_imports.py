@@ -32,6 +32,7 @@ ORDER = [
     "labels",
     "batches",
     "methods",
+    "observing",
     "measuring",
     "selection",
     "structures",

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from truth import assert_same, calls, channel_form, fisher_block, kfac, state_of, weight_gradients
 
 import eigendamage as ed
-from eigendamage import METHODS, Curvature, measure, measuring
+from eigendamage import METHODS, Curvature, measure, observing
 from eigendamage.curvature import TENSORS
 from eigendamage.passes import layer_by_layer
 from eigendamage.standins import ESCAPES
@@ -140,7 +140,7 @@ def test_a_layer_of_any_kind_and_shape_equals_autograd(drawn: tuple[nn.Module, T
 def test_the_fisher_does_not_depend_on_how_many_examples_are_taken_at_a_time(model: nn.Module, monkeypatch) -> None:
     batches = [images()]
     whole = measure(model, batches, methods=["c-obd"])
-    monkeypatch.setattr(measuring, "CHUNK", 1)
+    monkeypatch.setattr(observing, "CHUNK", 1)
     assert_same(measure(model, batches, methods=["c-obd"]), whole)
 
 
