@@ -8,8 +8,6 @@ from networks import random_network
 from torch import Tensor, nn
 
 import eigendamage as ed
-from eigendamage.layers import weight_of
-from eigendamage.methods.whitened import losses_by_rank, losses_by_two_ranks, tucker, whitened
 from eigendamage.passes import tensors_in
 from eigendamage.structures import STRUCTURES
 
@@ -126,34 +124,3 @@ def test_an_impossible_budget_says_what_can_be_reached(model, curvature) -> None
         ed.plan(model, curvature, macs=0.001)
     with pytest.raises(ValueError, match=r"by this method with this cap: the least is macs=0\.\d+"):
         ed.plan(model, curvature, macs=0.01, method="eigendamage", cap=0.5)
-
-
-# --- predicted losses against the dense quadratic form ----------------------------------------------------------------------
-
-
-def quadratic(change: Tensor, gradients: Tensor, inputs: Tensor) -> float:
-    """½ vec(D)ᵀ (S ⊗ A) vec(D), summed over kernel positions for the channel form."""
-    change = change.flatten(2) if change.dim() > 2 else change.unsqueeze(2)
-    return float(torch.einsum("oit,op,pjt,ij->", change, gradients, change, inputs)) / 2
-
-
-@pytest.mark.parametrize("name", ["point", "hidden"])
-@pytest.mark.parametrize("rank", [1, 5, 12])
-def test_the_loss_of_two_factors_is_the_quadratic_form(model, curvature, name: str, rank: int) -> None:
-    module, layer = model.get_submodule(name), curvature[name]
-    built = STRUCTURES["svd"].build(module, layer, {"rank": rank})
-    weights = [weight_of(stage).detach().double().flatten(1) for stage in built]
-    change = weights[1] @ weights[0] - weight_of(module).detach().double().flatten(1)
-    predicted = losses_by_rank(whitened(weight_of(module), layer, "patch").tensor)[rank - 1]
-    actual = quadratic(change, layer.gradients.double(), layer.patch_form.double())
-    assert actual == pytest.approx(float(predicted), rel=0.02, abs=1e-9)  # the damping is the difference
-
-
-def test_hooi_is_at_least_as_good_as_the_grid_promises(model, curvature) -> None:
-    module, layer = model.get_submodule("body"), curvature["body"]
-    tensor = whitened(weight_of(module), layer, "channel").tensor.flatten(2)
-    losses = losses_by_two_ranks(tensor)
-    for outputs, inputs in ((3, 4), (8, 6), (16, 3), (5, 12)):
-        u, v = tucker(tensor, outputs, inputs)
-        left = tensor - torch.einsum("or,pr,pjt,ic,jc->oit", u, u, tensor, v, v)
-        assert float(left.square().sum()) / 2 <= float(losses[outputs - 1, inputs - 1]) * (1 + 1e-9)

@@ -12,7 +12,7 @@ import torch
 
 import eigendamage as ed
 from eigendamage import demo
-from eigendamage.plans import BEST
+from eigendamage.methods import BEST
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")

@@ -11,7 +11,8 @@ from eigendamage import structures
 from eigendamage.cost import parameters
 from eigendamage.curvature import Curvature
 from eigendamage.layers import candidates, weight_of
-from eigendamage.plans import BEST, Choice, Plan
+from eigendamage.methods import BEST
+from eigendamage.plans import Choice, Plan
 from eigendamage.solver import Options, solve
 from eigendamage.structures import STRUCTURES
 

@@ -16,7 +16,7 @@ from eigendamage.coupling import Coupling, Sides
 from eigendamage.layers import LayerShape, candidates, require_values, shape_of, some
 from eigendamage.linalg import eigen
 
-TENSORS = ("inputs", "patches", "gradients", "fisher", "scale")
+TENSORS = ("inputs", "patches", "gradients", "softened", "fisher", "scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class LayerCurvature:
     inputs: Tensor | None = None  # A over channels [in, in] (eq. 19)
     patches: Tensor | None = None  # A over patches [in · taps, in · taps] (section 2)
     gradients: Tensor | None = None  # S [out, out]
+    softened: Tensor | None = None  # S of a softened prediction, for budgets; None where the loss is not one of classes
     fisher: Tensor | None = None  # mean squared gradient of every weight [out, in, *kernel]
     scale: Tensor | None = None  # |γ| of the batch norm that follows [out]
 
@@ -45,6 +46,11 @@ class LayerCurvature:
     @property
     def patch_form(self) -> Tensor | None:
         return self.inputs if self.patches is None and self.shape.taps == 1 else self.patches
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """The S that budgets go by."""
+        return _present(self.gradients if self.softened is None else self.softened, "the gradient covariance")
 
     # Decompositions are kept: one pass of statistics serves any number of plans.
 

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import eigendamage as ed
 from eigendamage.finetune import finetune
-from eigendamage.plans import BEST, method_title
+from eigendamage.methods import BEST
+from eigendamage.plans import method_title
 from eigendamage.progress import track
 from eigendamage.text import si
 

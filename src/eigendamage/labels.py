@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED = -100  # torch's own mark for a target that does not count
+# A softened prediction is this uncertain, measured as 1 − Σp² and relative to a guess among all classes.
+UNCERTAINTY = 0.5
+HALVINGS = 40
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -39,6 +42,33 @@ def summed_loss(outputs: Tensor, targets: object, labels: str, task: str, loss: 
     return _categorical(outputs, targets, labels, uniforms)
 
 
+def softened_loss(outputs: Tensor, targets: object, uniforms: Uniforms) -> Tensor:
+    """The loss, summed over the batch, whose gradients say how much the logits of every example count.
+
+    A network that is sure of its training examples has a Fisher of nearly nothing but the few it is unsure of. So each
+    example gets a temperature T at which it is unsure, and T times its loss, so that H = diag(p) − ppᵀ for the softened p.
+    """
+    logits, given = _rows(outputs, targets, "sampled")
+    temperatures = _temperatures(logits.detach())
+    sampled = _sample(logits.detach() / temperatures[:, None], uniforms.take(len(logits)))
+    if given is not None:
+        sampled = torch.where(given == IGNORED, given, sampled)
+    losses = F.cross_entropy(logits / temperatures[:, None], sampled, reduction="none", ignore_index=IGNORED)
+    return (losses * temperatures).sum()
+
+
+def _temperatures(logits: Tensor) -> Tensor:
+    """The lowest temperature, at least one, at which each row is uncertain enough; by bisection of its logarithm."""
+    wanted = UNCERTAINTY * (1 - 1 / logits.shape[1])
+    low, high = logits.new_zeros(len(logits)), (4 * (logits.amax(1) - logits.amin(1)).clamp(min=1)).log()
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        enough = 1 - (logits / middle.exp()[:, None]).softmax(1).square().sum(1) >= wanted
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    already = 1 - logits.softmax(1).square().sum(1) >= wanted
+    return torch.where(already, 1.0, high.exp())
+
+
 def _own_loss(loss: Loss, outputs: Tensor, targets: object) -> Tensor:
     values = loss(outputs, targets)  # type: ignore[arg-type]
     if not isinstance(values, Tensor):
@@ -64,6 +94,16 @@ def _gaussian(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms)
 
 
 def _categorical(outputs: Tensor, targets: object, labels: str, uniforms: Uniforms) -> Tensor:
+    logits, given = _rows(outputs, targets, labels)
+    if labels == "sampled":
+        sampled = _sample(logits.detach(), uniforms.take(len(logits)))
+        given = sampled if given is None else torch.where(given == IGNORED, given, sampled)
+    assert given is not None
+    return F.cross_entropy(logits, given, reduction="sum", ignore_index=IGNORED)
+
+
+def _rows(outputs: Tensor, targets: object, labels: str) -> tuple[Tensor, Tensor | None]:
+    """Logits ``[rows, classes]`` and, where the targets are classes of these rows, the given labels."""
     if outputs.dim() < 2 or min(outputs.shape) == 0:
         raise ValueError(
             f"classification needs logits [examples, classes]; the model's outputs have shape {tuple(outputs.shape)}"
@@ -78,11 +118,7 @@ def _categorical(outputs: Tensor, targets: object, labels: str, uniforms: Unifor
         raise ValueError(f"targets: must be integer classes for outputs of shape {tuple(outputs.shape)}; got {shown}")
     else:
         given = None
-    if labels == "sampled":
-        sampled = _sample(logits.detach(), uniforms.take(len(logits)))
-        given = sampled if given is None else torch.where(given == IGNORED, given, sampled)
-    assert given is not None
-    return F.cross_entropy(logits, given, reduction="sum", ignore_index=IGNORED)
+    return logits, given
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from eigendamage.batches import (
 from eigendamage.checks import require_batches, require_choice, require_function, require_whole
 from eigendamage.cost import forward_macs
 from eigendamage.curvature import Curvature
-from eigendamage.labels import Loss, Uniforms, summed_loss
+from eigendamage.labels import Loss, Uniforms, softened_loss, summed_loss
 from eigendamage.layers import (
     Skip,
     candidates,
@@ -88,7 +88,9 @@ def measure(
         raise TypeError("model: is compiled by TorchScript, which hides its layers; compress the model first, then script it")
     if not isinstance(methods, Iterable):
         raise TypeError(f"methods: must be names of methods; got {methods!r}")
-    needs = needs_of([methods] if isinstance(methods, str) else methods)
+    asked = needs = needs_of([methods] if isinstance(methods, str) else methods)
+    if "softened" in asked and (loss is not None or task != "classification"):
+        needs = asked - {"softened"} | {"gradients"}  # there are no classes to be unsure of
     reasons = reasons_to_stay(model, skip)
     if not candidates(model).keys() - reasons.keys():
         raise ValueError(
@@ -111,15 +113,20 @@ def measure(
                 macs = forward_macs(lambda: shown.append(rehearsal())) // max(1, examples_in(few, shown[0]))
             mixed = _mixed(model, partial(run, model), few) if "fisher" in needs else set()
         with layer_by_layer(), Observers(model, needs, reasons, mixed) as observers:
-            uniforms = Uniforms(seed + (dist.get_rank() if distributed() else 0))
+            own_seed = seed + (dist.get_rank() if distributed() else 0)
+            uniforms, softening = Uniforms(own_seed), Uniforms(own_seed)
             total = len(batches) if isinstance(batches, Sized) and examples is None else None
             for batch in track(itertools.chain([first], data), "measuring", progress, total):
                 with torch.enable_grad():
                     outputs = run(model, batch)
                     observers.check_finite(outputs, partial(run, model, batch))
-                    summed = summed_loss(outputs, targets_of(batch), labels, task, loss, uniforms)
-                observers.backward(summed, examples_in(batch, outputs))
-        return observers.curvature(coupled, needs, macs, whole)
+                    losses = {}
+                    if needs & {"gradients", "fisher"} or "softened" not in needs:
+                        losses["gradients"] = summed_loss(outputs, targets_of(batch), labels, task, loss, uniforms)
+                    if "softened" in needs:
+                        losses["softened"] = softened_loss(outputs, targets_of(batch), softening)
+                observers.backward(losses, examples_in(batch, outputs))
+        return observers.curvature(coupled, asked | needs, macs, whole)
 
 
 def _check_arguments(

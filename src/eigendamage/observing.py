@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,11 @@ from eigendamage.layers import axes_of, candidates, patches, prepare, rows, shap
 from eigendamage.passes import backward
 
 T = TypeVar("T")
+
+# What gradients are of: the loss itself, or that of a softened prediction.
+LOSSES = ("gradients", "softened")
+# Whose gradients a statistic is made of, and so in whose unit it is summed.
+UNITS = {"gradients": "gradients", "fisher": "gradients", "softened": "softened"}
 
 
 @dataclass
@@ -39,11 +44,11 @@ class Observer:
             self.inputs = PatchSum(module)
         elif needs & {"inputs", "patches"}:
             self.inputs = ChannelSum(module)
-        self.gradients = self._zeros(self.shape.outputs, self.shape.outputs) if "gradients" in needs else None
+        self.gradients = {of: self._zeros(self.shape.outputs, self.shape.outputs) for of in LOSSES if of in needs}
         self.fisher = self._zeros(*self.weight.shape) if "fisher" in needs else None
         self.pending: list[_Call] = []  # of this batch, for the Fisher
         self.mixed = mixed  # whether examples cannot be told apart in the inputs
-        self.unit: float | None = None  # of the gradients: they may be so small that their squares are no numbers
+        self.units: dict[str, float] = {}  # of the gradients: they may be so small that their squares are no numbers
         self.scale: Tensor | None = None
         self.positions = torch.zeros(2 + len(self.shape.kernel), dtype=torch.float64)
 
@@ -72,15 +77,17 @@ class Observer:
             counts.append(before if self.shape.kind == "transposed" else examples * torch.Size(sizes).numel())
         return counts
 
-    def see_gradient(self, gradient: Tensor) -> None:
-        if self.unit is None:
-            self.unit = _unit_for(gradient)
-        if self.gradients is not None:
-            matrix = self._in_units(rows(gradient, self.module), self.gradients.dtype)
-            self.gradients.addmm_(matrix.T, matrix)
+    def see_gradient(self, gradient: Tensor, of: str) -> None:
+        if of not in self.units:
+            unit = _unit_for(gradient)
+            self.units |= {} if unit is None else {of: unit}
+        if of in self.gradients:
+            matrix = self._in_units(rows(gradient, self.module), self.gradients[of].dtype, of)
+            self.gradients[of].addmm_(matrix.T, matrix)
 
-    def _in_units(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        return gradient.to(dtype) if self.unit in (None, 1.0) else gradient.to(dtype) / self.unit
+    def _in_units(self, gradient: Tensor, dtype: torch.dtype, of: str) -> Tensor:
+        unit = self.units.get(of, 1.0)
+        return gradient.to(dtype) if unit == 1 else gradient.to(dtype) / unit
 
     def see_call(self, examples: int) -> None:
         """Once every call of this batch has its gradient, add up the squared gradients of each example (C-OBD)."""
@@ -92,7 +99,7 @@ class Observer:
             return
         dtype = self.fisher.dtype
         calls = [
-            (prepare(self.module, call.inputs.to(dtype)), self._in_units(call.gradient, dtype))
+            (prepare(self.module, call.inputs.to(dtype)), self._in_units(call.gradient, dtype, "gradients"))
             for call in self.pending
             if call.gradient is not None
         ]
@@ -117,14 +124,15 @@ class Observer:
         pushed = rows(gradient, self.module).reshape(examples, -1, self.shape.outputs)[start : start + count]
         return pushed.transpose(1, 2) @ seen
 
-    def state(self, unit: float) -> dict[str, Tensor]:
-        """Everything that is summed over processes, gradients in this unit."""
+    def state(self, units: Mapping[str, float]) -> dict[str, Tensor]:
+        """Everything that is summed over processes, gradients in these units."""
         tensors = {"positions": self.positions}
         if self.inputs is not None:
             tensors["patches" if isinstance(self.inputs, PatchSum) else "inputs"] = self.inputs.total()
-        for key, value in (("gradients", self.gradients), ("fisher", self.fisher)):
-            if value is not None:
-                tensors[key] = value if self.unit in (None, unit) else value * (self.unit / unit) ** 2
+        tensors |= self.gradients if self.fisher is None else {**self.gradients, "fisher": self.fisher}
+        for key in tensors.keys() & UNITS.keys():
+            unit, wanted = (of.get(UNITS[key], 1.0) for of in (self.units, units))
+            tensors[key] = tensors[key] if unit == wanted else tensors[key] * (unit / wanted) ** 2
         return tensors
 
 
@@ -142,6 +150,7 @@ class Observers:
         self.anchor = torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
         self.latest: dict[int, tuple[Observer, Tensor]] = {}
         self.replaying = False
+        self.of = LOSSES[0]  # which loss is being propagated
 
     def __enter__(self) -> Observers:
         self.handles = [
@@ -182,8 +191,8 @@ class Observers:
         return replaced
 
     def _saw_gradient(self, observer: Observer, call: int, gradient: Tensor) -> None:
-        observer.see_gradient(gradient)
-        if observer.fisher is not None:
+        observer.see_gradient(gradient, self.of)
+        if observer.fisher is not None and self.of == "gradients":
             observer.pending[call].gradient = gradient
             observer.see_call(self.batch)
 
@@ -218,13 +227,15 @@ class Observers:
             else "the inputs of every layer are finite"
         )
 
-    def backward(self, loss: Tensor, examples: int) -> None:
+    def backward(self, losses: Mapping[str, Tensor], examples: int) -> None:
+        """Propagate the losses of one batch, by what they are called in `LOSSES`."""
         self.batch = examples
         self.examples += examples
-        if loss.requires_grad:
-            self.replaying = True  # torch.utils.checkpoint calls layers a second time on the way back
-            backward(loss, self.anchor)
-            self.replaying, self.anchor.grad = False, None
+        for left, (self.of, loss) in zip(reversed(range(len(losses))), losses.items(), strict=True):
+            if loss.requires_grad:
+                self.replaying = True  # torch.utils.checkpoint calls layers a second time on the way back
+                backward(loss, self.anchor, again=left > 0)
+                self.replaying, self.anchor.grad = False, None
         for observer in self.by_name.values():
             if observer.fisher is not None and observer.pending:
                 observer.pending = [call for call in observer.pending if call.gradient is not None]
@@ -232,9 +243,9 @@ class Observers:
             observer.pending = []
         self.latest.clear()
 
-    def curvature(self, coupled: Coupling | None, needs: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
+    def curvature(self, coupled: Coupling | None, collected: frozenset[str], macs: int, whole: dict[str, str]) -> Curvature:
         scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
-        units = {name: observer.unit for name, observer in self.by_name.items() if observer.unit is not None}
+        units = {(name, of): unit for name, observer in self.by_name.items() for of, unit in observer.units.items()}
         mixed = {name for name, observer in self.by_name.items() if observer.mixed}
         seen, *elsewhere = _from_processes((self.order, self.reasons, scales, mixed, units, coupled, macs, whole))
         self.order, self.reasons, scales, mixed, units, coupled, macs, whole = seen
@@ -248,16 +259,18 @@ class Observers:
         layers = {}
         for name in self.by_name:  # the same order in every process
             observer = self.by_name[name]
-            unit = units.get(name, 1.0)
-            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state(unit).items()}
-            observer.inputs = observer.gradients = observer.fisher = None  # wide layers hold hundreds of megabytes
+            own = {of: units.get((name, of), 1.0) for of in LOSSES}
+            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state(own).items()}
+            observer.inputs, observer.gradients, observer.fisher = None, {}, None  # wide layers hold hundreds of megabytes
             if name in mixed:
                 sums.pop("fisher", None)
-            layers[name] = self._finish(observer, sums, float(examples), unit, whole)
-        return Curvature({n: layers[n] for n in names}, self.reasons, coupled, int(examples), macs, needs - {"coupling"}, whole)
+            layers[name] = self._finish(observer, sums, float(examples), own, whole)
+        return Curvature(
+            {n: layers[n] for n in names}, self.reasons, coupled, int(examples), macs, collected - {"coupling"}, whole
+        )
 
     def _finish(
-        self, observer: Observer, sums: dict[str, Tensor], examples: float, unit: float, whole: dict[str, str]
+        self, observer: Observer, sums: dict[str, Tensor], examples: float, units: dict[str, float], whole: dict[str, str]
     ) -> LayerCurvature:
         positions = sums.pop("positions")
         for key, value in sums.items():
@@ -276,13 +289,14 @@ class Observers:
         if observer.name not in self.reasons:
             if not seen:
                 self.reasons[observer.name] = whole.get(observer.name, "the batches do not reach it")
-            elif any(key in sums and not bool(sums[key].any()) for key in ("gradients", "fisher")):
+            elif any(key in sums and not bool(sums[key].any()) for key in UNITS):
                 self.reasons[observer.name] = "no gradient of the loss reaches it"
         if observer.name in self.reasons:
             return LayerCurvature(shape)
         scaled = {key: value.div_(seen if key in ("inputs", "patches") else examples) for key, value in sums.items()}
-        if unit != 1:
-            scaled |= {key: scaled[key].double() * unit**2 for key in ("gradients", "fisher") if key in scaled}
+        for key in scaled.keys() & UNITS.keys():
+            unit = units[UNITS[key]]
+            scaled[key] = scaled[key] if unit == 1 else scaled[key].double() * unit**2
         return LayerCurvature(shape, scale=observer.scale, **scaled)
 
 

@@ -49,14 +49,17 @@ def runs_in_training(model: nn.Module, run: Callable[[], object]) -> bool:
     return True
 
 
-def backward(loss: Tensor, anchor: Tensor) -> None:
-    """``loss.backward()``, but only ``anchor`` of all the tensors that the loss depends on gets a gradient."""
+def backward(loss: Tensor, anchor: Tensor, again: bool) -> None:
+    """``loss.backward()``, but only ``anchor`` of all the tensors that the loss depends on gets a gradient.
+
+    The graph is kept if it is to be gone through ``again``.
+    """
     others = [leaf for leaf in _leaves(loss) if leaf is not anchor]
     held = [leaf.grad for leaf in others]
     try:
         for leaf in others:
             leaf.grad = None
-        loss.backward()
+        loss.backward(retain_graph=again)
     finally:
         for leaf, gradient in zip(others, held, strict=True):
             leaf.grad = gradient

@@ -15,10 +15,10 @@ from eigendamage.checks import require, require_choice, require_number, require_
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
 from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
-from eigendamage.methods import DEFAULT_METHODS, METHODS, MISSING, Method, channel_scores, method_named
+from eigendamage.methods import BEST, METHODS, MISSING, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
-from eigendamage.plans import BEST, Choice, Kept, Plan
+from eigendamage.plans import Choice, Kept, Plan
 from eigendamage.selection import keep_by_percentile, keep_units
 
 LAST = "it is the last linear layer"
@@ -312,7 +312,7 @@ def _within(
         return Plan(method or BEST, layers)
     if method is not None:
         return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
-    curvature.require(("patches", "gradients"), "a budget")
+    curvature.require(("patches", "gradients" if "gradients" in curvature.collected else "softened"), "a budget")
     if curvature.last_linear and rules.last_linear == "leave":
         layers[curvature.last_linear].reason = layers[curvature.last_linear].reason or LAST
     return best_plan(model, curvature, layers, budgets, multiple)
@@ -321,7 +321,7 @@ def _within(
 def statistics_for(planning: Mapping[str, Any]) -> list[str]:
     """Methods that have `measure` collect what a plan with these arguments needs."""
     if planning.get("method") is None:
-        return list(DEFAULT_METHODS)
+        return [BEST]
     return [planning["method"], *(["kron-obd"] if planning.get("basis") == "patch" else [])]
 
 

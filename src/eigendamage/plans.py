@@ -10,11 +10,10 @@ from rich.table import Table
 
 from eigendamage import structures
 from eigendamage.layers import LayerShape, some
-from eigendamage.methods import METHODS
+from eigendamage.methods import BEST, METHODS
 from eigendamage.text import render, si
 
 FORMAT = 1
-BEST = "best"  # the method of a plan that only budgets have shaped
 
 
 @dataclass

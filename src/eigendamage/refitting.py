@@ -136,7 +136,8 @@ class _Moments:
             inputs = torch.cat([torch.cat([inputs, ones.T], dim=1), torch.cat([ones, self.sums[-1:, None]], dim=1)])
             products = torch.cat([products, self.sums[:-1, None]], dim=1)
             trained = torch.cat([trained, exact(self.bias)[:, None]], dim=1)
-        pull = RIDGE * inputs.diagonal().mean().clamp(min=torch.finfo(inputs.dtype).tiny)
+        mean = inputs.diagonal().mean()
+        pull = RIDGE * (mean if mean > 0 else torch.ones_like(mean))  # inputs of nothing leave the trained weight
         pulled = inputs + pull * torch.eye(len(inputs), dtype=inputs.dtype)
         solved = torch.linalg.solve(pulled, (products + pull * trained).T).T
         size = self.trained[0].numel()

@@ -44,8 +44,12 @@ METHODS: dict[str, Method] = {
     "cp": Method("CP decomposition", "rank", (), predicts=False),
 }
 
+# Not one of the paper's methods: the best structure for every layer, as budgets find it.
+BEST = "best"
+BEST_NEEDS = frozenset({"patches", "softened", "coupling"})
+
 # What budgets and the K-FAC methods need is what `measure` collects unless it is told otherwise.
-DEFAULT_METHODS = ("kron-obd", "kron-obs", "c-obs", "eigendamage")
+DEFAULT_METHODS = (BEST, "kron-obd", "kron-obs", "c-obs", "eigendamage")
 
 
 def method_named(name: str) -> Method:
@@ -56,9 +60,10 @@ def method_named(name: str) -> Method:
 
 def needs_of(methods: Iterable[str]) -> frozenset[str]:
     """The statistics that these methods need, and ``"coupling"`` where channels are removed."""
-    rows = [method_named(name) for name in methods]
+    names = list(methods)
+    rows = [method_named(name) for name in names if name != BEST]
     coupling = {"coupling"} if any(row.removes == "channels" for row in rows) else set()
-    return frozenset(coupling.union(*(row.needs for row in rows)))
+    return frozenset(coupling.union(BEST_NEEDS if BEST in names else (), *(row.needs for row in rows)))
 
 
 def channel_scores(method: Method, weight: Tensor, layer: LayerCurvature) -> Tensor | None:

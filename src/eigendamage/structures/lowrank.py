@@ -1,10 +1,12 @@
-"""Low rank in the whitened metric: the structures that a budget chooses from (beyond the paper).
+"""Low rank in the metric of K-FAC: the structures that a budget chooses from (beyond the paper).
 
-Each offers a grid of ranks with the loss that K-FAC predicts for it, and is built so that the loss is the least for its ranks.
+Each offers a grid of ranks with the loss that K-FAC predicts for it, and is built so that the loss is about the least for its
+ranks. They differ in the kernel axes along which their first stage is shared, and in whether they have a third stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,19 +14,47 @@ from torch import Tensor, nn
 
 from eigendamage.curvature import LayerCurvature
 from eigendamage.layers import LayerShape, bias_of, build_along, build_like, build_pointwise, weight_of
-from eigendamage.methods.whitened import balanced, factors, losses_by_rank, losses_by_two_ranks, tucker, whitened
+from eigendamage.methods.regression import Problem, leading, losses_by_rank, losses_by_two_ranks, problem, refined, rest
 from eigendamage.structures import channels
 from eigendamage.structures.base import Grid, Ranks, Stage, Structure, chain
 
 # Ranks offered per axis: all of a narrow layer, evenly spread ones of a wide layer.
 GRID = 64
 
+Shared = Callable[[LayerShape], tuple[int, ...]]
+
 
 def _spread(limit: int) -> Tensor:
     return torch.arange(1, limit + 1) if limit <= GRID else torch.linspace(1, limit, GRID).round().long()
 
 
-# --- two factors: linear and pointwise layers, where this is the optimum ----------------------------------------------------
+def _grid(weight: Tensor, layer: LayerCurvature, shared: Shared, limit: Callable[[LayerShape], dict[str, int]]) -> Grid:
+    ranks = _spread(limit(layer.shape)["rank"])
+    given = problem(weight, layer, shared(layer.shape))
+    return {"rank": ranks}, losses_by_rank(given, leading(given)[:, : int(ranks[-1])])[ranks - 1]
+
+
+def _two_factors(module: nn.Module, layer: LayerCurvature, rank: int, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """``[rank, own]`` and ``[out, rank, shared]``, balanced."""
+    given = problem(weight_of(module), layer, shared)
+    first, core, last = refined(given, leading(given)[:, :rank], len(given.weight))
+    behind = torch.einsum("oa,abs->osb", last, core)
+    left, right = balanced(behind.flatten(0, 1), first.T)
+    return right, left.reshape(behind.shape).transpose(1, 2)
+
+
+def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the same product, with orthogonal directions and equally large.
+
+    Those of least loss may differ by orders of magnitude: fine-tuning would overshoot in one of them.
+    """
+    q, r = torch.linalg.qr(left)
+    p, s = torch.linalg.qr(right.T)
+    u, scale, v = torch.linalg.svd(r @ s.T)
+    return q @ (u * scale.sqrt()), (scale.sqrt()[:, None] * v) @ p.T
+
+
+# --- two factors, the kernel in the first: for linear and pointwise layers this is the optimum ------------------------------
 
 
 def _svd_limits(shape: LayerShape) -> dict[str, int]:
@@ -39,17 +69,13 @@ def _svd_stages(shape: LayerShape, ranks: Ranks) -> list[Stage]:
 
 
 def _svd_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
-    ranks = _spread(_svd_limits(layer.shape)["rank"])
-    return {"rank": ranks}, losses_by_rank(whitened(weight, layer, "patch").tensor)[ranks - 1]
+    return _grid(weight, layer, lambda shape: (), _svd_limits)
 
 
 def _build_svd(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
-    """The kernel stays in the first stage, which is followed by a 1×1 stage."""
-    white = whitened(weight_of(module), layer, "patch")
-    left, right = factors(white.tensor, ranks["rank"])
-    left, right = balanced(white.output_inverse @ left, right @ white.input_inverse)
-    first = right.reshape(-1, *weight_of(module).shape[1:])
-    return chain(first=build_like(module, first, None), second=build_pointwise(module, left, bias_of(module)))
+    first, second = _two_factors(module, layer, ranks["rank"], ())
+    kernels = first.reshape(-1, *weight_of(module).shape[1:])
+    return chain(first=build_like(module, kernels, None), second=build_pointwise(module, second.flatten(1), bias_of(module)))
 
 
 # --- 1×1, kernel, 1×1 (Tucker-2), without a first or last stage that has full rank ------------------------------------------
@@ -63,39 +89,48 @@ def _tucker_stages(shape: LayerShape, ranks: Ranks) -> list[Stage]:
     ]
 
 
+def _whole_kernel(shape: LayerShape) -> tuple[int, ...]:
+    return tuple(range(len(shape.kernel)))
+
+
 def _tucker_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
-    losses = losses_by_two_ranks(whitened(weight, layer, "channel").tensor.flatten(2))
-    outputs, inputs = torch.meshgrid(_spread(weight.shape[0]), _spread(weight.shape[1]), indexing="ij")
-    full = (outputs == weight.shape[0]) & (inputs == weight.shape[1])  # that is the dense layer
-    outputs, inputs = outputs[~full], inputs[~full]
-    return {"in": inputs, "out": outputs}, losses[outputs - 1, inputs - 1]
+    given = problem(weight, layer, _whole_kernel(layer.shape))
+    inputs, outputs = _spread(weight.shape[1]), _spread(weight.shape[0])
+    losses = losses_by_two_ranks(given, leading(given), inputs.tolist())[:, outputs - 1].flatten()
+    pairs = torch.cartesian_prod(inputs, outputs).view(-1, 2)
+    offered = (pairs != torch.tensor([weight.shape[1], weight.shape[0]])).any(1)  # full ranks are the dense layer
+    return {"in": pairs[offered, 0], "out": pairs[offered, 1]}, losses[offered]
 
 
 def _build_tucker(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
-    white = whitened(weight_of(module), layer, "channel")
-    u, v = tucker(white.tensor.flatten(2), ranks["out"], ranks["in"])
-    core = torch.einsum("or,oi...,ic->rc...", u, white.tensor, v)
-    expand, output_scale = _rotation(white.output_inverse @ u)
-    reduce, input_scale = _rotation(white.input_inverse @ v)
-    core = torch.einsum("sr,rc...,dc->sd...", output_scale, core, input_scale)
+    given = problem(weight_of(module), layer, _whole_kernel(layer.shape))
+    first, core, last = _tucker(given, ranks["in"], ranks["out"])
     stages: dict[str, nn.Module] = {}
-    if reduce is not None:
-        stages["reduce"] = build_pointwise(module, reduce.T, None)
-    stages["core"] = build_like(module, core, bias_of(module) if expand is None else None)
-    if expand is not None:
-        stages["expand"] = build_pointwise(module, expand, bias_of(module))
+    if ranks["in"] < layer.shape.inputs:
+        # Outer stages have orthonormal rows or columns, for the sake of fine-tuning.
+        first, scale = torch.linalg.qr(first)
+        core = torch.einsum("cb,abs->acs", scale, core)
+        stages["reduce"] = build_pointwise(module, first.T, None)
+    expanded = ranks["out"] < layer.shape.outputs
+    if expanded:
+        last, scale = torch.linalg.qr(last)
+        core = torch.einsum("ca,abs->cbs", scale, core)
+    else:
+        core = torch.einsum("oa,abs->obs", last, core)
+    core = core.reshape(*core.shape[:2], *layer.shape.kernel)
+    stages["core"] = build_like(module, core, None if expanded else bias_of(module))
+    if expanded:
+        stages["expand"] = build_pointwise(module, last, bias_of(module))
     return chain(**stages)
 
 
-def _rotation(basis: Tensor) -> tuple[Tensor | None, Tensor]:
-    """An outer stage with orthonormal columns, for the sake of fine-tuning, and what is left for the core.
-
-    A basis of full rank is no stage of its own: all of it goes into the core.
-    """
-    if basis.shape[0] == basis.shape[1]:
-        return None, basis
-    orthonormal, rest = torch.linalg.qr(basis)
-    return orthonormal, rest
+def _tucker(given: Problem, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    own = given.weight.shape[1]
+    if inputs == own:
+        first = torch.eye(own, dtype=given.weight.dtype)
+        last, core = rest(given, first, outputs)
+        return first, core, last
+    return refined(given, leading(given)[:, :inputs], outputs)
 
 
 # --- one axis after the other: k×1, then 1×k, or the other way round --------------------------------------------------------
@@ -120,26 +155,13 @@ def _separable_stages(shape: LayerShape, ranks: Ranks, first: int) -> list[Stage
     ]
 
 
-def _separable_matrix(tensor: Tensor, first: int) -> Tensor:
-    """[out · taps of the second axis, in · taps of the first axis]."""
-    order = (0, 3, 1, 2) if first == 0 else (0, 2, 1, 3)
-    moved = tensor.permute(order)
-    return moved.reshape(moved.shape[0] * moved.shape[1], -1)
-
-
 def _separable_grid(weight: Tensor, layer: LayerCurvature, first: int) -> Grid:
-    ranks = _spread(_separable_limits(layer.shape, first)["rank"])
-    return {"rank": ranks}, losses_by_rank(_separable_matrix(whitened(weight, layer, "channel").tensor, first))[ranks - 1]
+    return _grid(weight, layer, lambda shape: (1 - first,), partial(_separable_limits, first=first))
 
 
 def _build_separable(module: nn.Module, layer: LayerCurvature, ranks: Ranks, first: int) -> nn.Module:
-    white = whitened(weight_of(module), layer, "channel")
-    outputs, inputs, *kernel = white.tensor.shape
-    left, right = factors(_separable_matrix(white.tensor, first), ranks["rank"])
-    before = torch.einsum("rik,ij->rjk", right.reshape(-1, inputs, kernel[first]), white.input_inverse)
-    after = torch.einsum("oj,jkr->okr", white.output_inverse, left.reshape(outputs, kernel[1 - first], -1))
-    left, right = balanced(after.flatten(0, 1), before.flatten(1))
-    before, after = right.reshape(before.shape), left.reshape(after.shape).transpose(1, 2)
+    before, after = _two_factors(module, layer, ranks["rank"], (1 - first,))
+    before = before.reshape(ranks["rank"], layer.shape.inputs, -1)
     return chain(first=build_along(module, before, None, first), second=build_along(module, after, bias_of(module), 1 - first))
 
 

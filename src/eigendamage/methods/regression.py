@@ -1,0 +1,186 @@
+"""The least loss that a structure can have: regression in the metric of K-FAC (beyond the paper).
+
+With Ŵ in place of W the loss grows by ½ tr(S (W − Ŵ) A (W − Ŵ)ᵀ), A over patches. Split the axes of a patch into those that a
+first stage V reads and those along which it is shared; then the features are z = (V ⊗ I)ᵀ p, and the rest of the structure
+predicts W p from them by a matrix B, of low rank if it has a third stage. For given V the best B is known in closed form; for
+given B the best V solves a linear system. The KFE of the paper ignores W when it picks its bases; this does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from eigendamage.curvature import LayerCurvature
+from eigendamage.linalg import damped, exact, roots
+
+# Alternations between V and B, and conjugate gradients for V in each; they end when the loss falls by less than this.
+SWEEPS = 4
+STEPS = 8
+TOLERANCE = 0.01
+
+# At most this share of the channels goes before the scores of those that stay are computed again.
+SHARE_AT_ONCE = 1 / 16
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A layer's weight and curvature, the patch axes split into own and shared ones."""
+
+    weight: Float[Tensor, "out own shared"]
+    inputs: Float[Tensor, "own shared own shared"]  # A, damped
+    root: Float[Tensor, "out out"]  # S^½
+    inverse: Float[Tensor, "out out"]  # S^-½
+
+    @property
+    def moved(self) -> Float[Tensor, "out own shared"]:
+        """S^½ W A."""
+        return torch.einsum("po,ogs,gshu->phu", self.root, self.weight, self.inputs)
+
+    @property
+    def energy(self) -> float:
+        """tr(S W A Wᵀ): twice the loss of a layer that is gone."""
+        return float((self.moved * torch.einsum("po,ogs->pgs", self.root, self.weight)).sum())
+
+
+def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, shared: Sequence[int]) -> Problem:
+    """``shared`` are the axes of the kernel along which the first stage is shared."""
+    size = weight.shape[1:]
+    own = [0, *(1 + axis for axis in range(len(size) - 1) if axis not in shared)]
+    order, n = [*own, *(1 + axis for axis in shared)], len(size)
+    split = math.prod(size[axis] for axis in own), math.prod(size[1 + axis] for axis in shared)
+    covariance = layer.patch_form
+    assert covariance is not None
+    inputs = damped(covariance).view(*size, *size).permute(*order, *(n + axis for axis in order))
+    moved = exact(weight).permute(0, *(1 + axis for axis in order))
+    root, inverse = roots(layer.sensitivity)
+    return Problem(moved.reshape(-1, *split), inputs.reshape(*split, *split), root, inverse)
+
+
+# --- the rest, given the first stage ----------------------------------------------------------------------------------------
+
+
+def _features(given: Problem, first: Float[Tensor, "own rank"]) -> tuple[Tensor, Tensor]:
+    """S^½ W A (V ⊗ I) L^-ᵀ as ``[out, rank · shared]``, and L, the Cholesky factor of the features' covariance."""
+    covariance = torch.einsum("bshu,hc->bscu", torch.einsum("gshu,gb->bshu", given.inputs, first), first)
+    size = first.shape[1] * given.weight.shape[2]
+    factor = torch.linalg.cholesky(covariance.reshape(size, size))
+    moved = torch.einsum("phu,hb->pbu", given.moved, first).flatten(1)
+    return torch.linalg.solve_triangular(factor, moved.T, upper=False).T, factor
+
+
+def losses_by_rank(given: Problem, first: Float[Tensor, "own rank"]) -> Float[Tensor, " rank"]:
+    """The loss with the leading 1, 2, … columns of a first stage and the best of everything behind it."""
+    explained, _ = _features(given, first)
+    by_column = explained.square().sum(0).view(first.shape[1], -1).sum(1)
+    return (given.energy - by_column.cumsum(0)).clamp(min=0) / 2
+
+
+def losses_by_two_ranks(given: Problem, first: Float[Tensor, "own rank"], counts: Sequence[int]) -> Float[Tensor, "counts out"]:
+    """The loss with as many leading columns as ``counts`` says, and a third stage of rank 1, 2, …."""
+    explained, _ = _features(given, first)
+    explained = explained.view(len(explained), first.shape[1], -1)
+    gram = explained.new_zeros(len(explained), len(explained))
+    losses, done = [], 0
+    for count in counts:
+        more = explained[:, done:count].flatten(1)
+        gram, done = gram + more @ more.T, count
+        losses.append((given.energy - torch.linalg.eigvalsh(gram).flip(0).cumsum(0)).clamp(min=0) / 2)
+    return torch.stack(losses)
+
+
+def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor]:
+    """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
+    explained, factor = _features(given, first)
+    u, s, v = torch.linalg.svd(explained, full_matrices=False)
+    core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
+    return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
+
+
+# --- the first stage --------------------------------------------------------------------------------------------------------
+
+
+def leading(given: Problem) -> Float[Tensor, "own own"]:
+    """A first stage whose leading columns are good for every rank: those of the whitened weight, its shared axes apart."""
+    covariance = torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2]
+    root, inverse = roots(covariance)
+    white = torch.einsum("po,ogs,gh->hps", given.root, given.weight, root).flatten(1)
+    return inverse @ torch.linalg.eigh(white @ white.T).eigenvectors.flip(1)
+
+
+def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First stage, core and last stage of about the least loss: V and B in turn, from this V."""
+    last, core = rest(given, first, outputs)
+    best = _loss(given, first, core, last)
+    for _ in range(SWEEPS):
+        improved = _first_for(given, first, core, last)
+        new_last, new_core = rest(given, improved, outputs)
+        loss = _loss(given, improved, new_core, new_last)
+        if not loss < best:
+            break
+        enough = loss > (1 - TOLERANCE) * best
+        first, core, last, best = improved, new_core, new_last, loss
+        if enough:
+            break
+    return first, core, last
+
+
+def _loss(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> float:
+    change = given.root @ (given.weight - torch.einsum("oa,abs,gb->ogs", last, core, first)).flatten(1)
+    return float(((change @ given.inputs.flatten(2).flatten(0, 1)) * change).sum()) / 2
+
+
+def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Tensor:
+    """Conjugate gradients, from ``first``, for the V of least loss with these later stages."""
+    behind = torch.einsum("po,oa,abs->pbs", given.root, last, core)
+
+    def applied(v: Tensor) -> Tensor:
+        seen = torch.einsum("gshu,hb->gsbu", given.inputs, v)
+        return torch.einsum("gsp,pbs->gb", torch.einsum("gsbu,pbu->gsp", seen, behind), behind)
+
+    residual = torch.einsum("pgs,pbs->gb", given.moved, behind) - applied(first)
+    direction, size = residual, float(residual.square().sum())
+    for _ in range(STEPS):
+        if size == 0:
+            break
+        image = applied(direction)
+        step = size / float((direction * image).sum())
+        first, residual = first + step * direction, residual - step * image
+        before, size = size, float(residual.square().sum())
+        direction = residual + size / before * direction
+    return first
+
+
+# --- fewer channels ---------------------------------------------------------------------------------------------------------
+
+
+def order_of_channels(given: Problem) -> list[int]:
+    """Channels from the most to the least needed, where the weights of those that stay make up for those that go.
+
+    OBS on the input side: the loss of channel c is ½ tr(S W_c [(A⁻¹)_cc]⁻¹ W_cᵀ), and what stays is updated.
+    """
+    own, shared = given.weight.shape[1:]
+    precision = torch.linalg.inv(given.inputs.reshape(own * shared, -1)).view(own, shared, own, shared)
+    weight = torch.einsum("po,ogs->gps", given.root, given.weight)
+    alive, gone = torch.arange(own), []
+    while len(alive) > 1:
+        blocks = torch.linalg.inv(torch.diagonal(precision, dim1=0, dim2=2).permute(2, 0, 1))
+        scores = torch.einsum("gps,gsu,gpu->g", weight, blocks, weight)
+        count = max(1, int(SHARE_AT_ONCE * len(alive)))
+        order = scores.argsort(stable=True)
+        out, stay = order[:count], order[count:].sort().values
+        gone += alive[out].tolist()
+        coupled = torch.linalg.solve(
+            precision[out][:, :, out].reshape(count * shared, -1), precision[out][:, :, stay].reshape(count * shared, -1)
+        )
+        removed = weight[out].transpose(1, 2).reshape(count * shared, -1)
+        weight = weight[stay] - (coupled.T @ removed).view(len(stay), shared, -1).transpose(1, 2)
+        pulled = precision[stay][:, :, out].reshape(len(stay) * shared, -1) @ coupled
+        precision = precision[stay][:, :, stay] - pulled.view(len(stay), shared, len(stay), shared)
+        alive = alive[stay]
+    return [*alive.tolist(), *reversed(gone)]
