@@ -107,7 +107,7 @@ def test_passes_end_behind_the_last_call_of_a_layer_however_it_is_called() -> No
 
 def test_batch_norm_moves_by_what_compression_changed(model, data) -> None:
     curvature = ed.measure(model, data, progress=False)
-    plan = ed.plan(model, curvature, macs=0.5)
+    plan = ed.plan(model, curvature, method="eigendamage", macs=0.5)
     plan.layers["stem"].structure, plan.layers["stem"].ranks = "svd", {"rank": 4}
     small = ed.apply(model, plan, curvature, refit=data).eval()
     with torch.no_grad():

@@ -29,7 +29,7 @@ def test_a_solution_holds_its_budgets_and_cannot_be_bettered_by_one_change(
 ) -> None:
     layers = problem(seed, count, currencies)
     budgets = fraction * torch.stack([layer.costs.max(0).values for layer in layers]).sum(0)
-    chosen = solve(layers, budgets)
+    chosen = solve([[layer] for layer in layers], budgets)
     feasible = [c for c in itertools.product(range(4), repeat=count) if bool((totals(layers, c)[1] <= budgets).all())]
     if chosen is None:
         # With one currency the cheapest options tell; with two, prices may miss a corner, never the other way round.
@@ -47,7 +47,7 @@ def test_a_solution_holds_its_budgets_and_cannot_be_bettered_by_one_change(
 def test_one_budget_is_solved_to_within_one_layer_of_the_best(seed: int, fraction: float) -> None:
     layers = problem(seed, 4, 1)
     budgets = fraction * torch.stack([layer.costs.max(0).values for layer in layers]).sum(0)
-    chosen = solve(layers, budgets)
+    chosen = solve([[layer] for layer in layers], budgets)
     feasible = [c for c in itertools.product(range(4), repeat=4) if bool((totals(layers, c)[1] <= budgets).all())]
     assert (chosen is None) == (not feasible)
     if chosen is not None:
@@ -58,4 +58,6 @@ def test_one_budget_is_solved_to_within_one_layer_of_the_best(seed: int, fractio
 
 def test_a_budget_that_everything_fits_takes_the_least_loss_everywhere() -> None:
     layers = problem(3, 3, 1)
-    assert solve(layers, torch.tensor([1e9], dtype=torch.float64)) == [int(layer.losses.argmin()) for layer in layers]
+    assert solve([[layer] for layer in layers], torch.tensor([1e9], dtype=torch.float64)) == [
+        int(layer.losses.argmin()) for layer in layers
+    ]

@@ -5,6 +5,8 @@ from eigendamage.compress import compress as compress
 from eigendamage.cost import Cost, count
 from eigendamage.curvature import Curvature
 from eigendamage.finetune import finetune as finetune
+from eigendamage.frontier import Frontier
+from eigendamage.frontier import frontier as frontier
 from eigendamage.measuring import measure
 from eigendamage.methods import METHODS
 from eigendamage.planning import plan
@@ -17,6 +19,7 @@ __all__ = [
     "METHODS",
     "Cost",
     "Curvature",
+    "Frontier",
     "Plan",
     "Report",
     "Round",
@@ -24,6 +27,7 @@ __all__ = [
     "compress",
     "count",
     "finetune",
+    "frontier",
     "iterate",
     "load",
     "measure",

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from eigendamage.passes import NoTensor
+from eigendamage.passes import NoTensor, tensors_in
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -65,6 +65,30 @@ def _called(model: nn.Module, inputs: Any) -> Any:
         if isinstance(inputs, Tensor) and inputs.dtype != expected:
             raise ValueError(f"batches: the inputs are {inputs.dtype}, the model is {expected} ({error})") from error
         raise
+
+
+class Sample:
+    """The first batches of a pass, with what the model made of them: as many as fit."""
+
+    BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Any, Tensor]] = []
+        self.left = self.BYTES
+
+    def keep(self, batch: Any, outputs: Tensor) -> None:
+        if self.left > 0:
+            self.left -= sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((batch, outputs)))
+            self.held.append((batch, outputs.detach().clone()))
+
+    def part(self, examples: int) -> Sample:
+        """The first of these batches, which hold about so many examples."""
+        part = Sample()
+        for batch, outputs in self.held:
+            if examples > 0:
+                part.held.append((batch, outputs))
+            examples -= examples_in(batch, outputs)
+        return part
 
 
 def targets_of(batch: Any) -> Any:

@@ -1,121 +1,186 @@
-"""From curvature to a plan under budgets: the best structures for the whole network, or a method of the paper at equal cost."""
+"""From offers to a plan under budgets: the best structures for the whole network, or a method of the paper at equal cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from eigendamage import structures
-from eigendamage.cost import parameters
 from eigendamage.curvature import Curvature
-from eigendamage.layers import candidates, weight_of
 from eigendamage.methods import BEST
-from eigendamage.plans import Choice, Plan
-from eigendamage.solver import Options, solve
-from eigendamage.structures import STRUCTURES
+from eigendamage.offers import Offer, Offers, whole_costs
+from eigendamage.plans import Choice, Latency, Plan, kept_where
+from eigendamage.solver import Options, cheapest, solve
+from eigendamage.surgery import sketched
+from eigendamage.timing import Stopwatch
 
 RATIO_STEPS = 20
+# How often a plan is timed and made anew to come near a budget of time, and what is near enough.
+TIMINGS = 6
+NEAR = 0.97
+
+LAST = "it is the last linear layer"
+
+Fractions = Mapping[str, float]
 
 
-def targets(model: nn.Module, curvature: Curvature, fractions: Mapping[str, float]) -> dict[str, float]:
-    """What is left for the layers in each currency, of a budget given as a fraction of the whole dense model."""
-    whole, ours = _whole(model, curvature), _of_layers(curvature)
-    return {name: fraction * whole[name] - (whole[name] - ours[name]) for name, fraction in fractions.items()}
+def dense_layers(curvature: Curvature, reasons: Mapping[str, str], skipped: Collection[str]) -> dict[str, Choice]:
+    """Every layer as it is, with its reason to stay so where it has one: what plans start from."""
+    reasons = {**dict.fromkeys(skipped, "skipped on request"), **reasons}
+    return {name: Choice(layer.shape, reason=reasons.get(name, "")) for name, layer in curvature.layers.items()}
 
 
-def _whole(model: nn.Module, curvature: Curvature) -> dict[str, int]:
-    """What the dense model costs: fewer parameters than its layers together where some share them."""
-    return {"params": parameters(model), "macs": max(curvature.macs, _of_layers(curvature)["macs"])}
+def layers_for_budgets(curvature: Curvature, skipped: Collection[str], last_linear: str = "leave") -> dict[str, Choice]:
+    """What budgets start from. Raises ValueError if the statistics that they need were not collected."""
+    curvature.require(("patches", "gradients" if "gradients" in curvature.collected else "softened"), "a budget")
+    layers = dense_layers(curvature, curvature.reasons | curvature.whole, skipped)
+    if curvature.last_linear and last_linear == "leave":
+        layers[curvature.last_linear].reason = layers[curvature.last_linear].reason or LAST
+    return layers
 
 
-def _of_layers(curvature: Curvature) -> dict[str, int]:
-    shapes = [layer.shape for layer in curvature.layers.values()]
-    return {"params": sum(shape.params for shape in shapes), "macs": sum(shape.macs for shape in shapes)}
+def best_plan(curvature: Curvature, offered: Offers, layers: Mapping[str, Choice], budgets: Mapping[str, float]) -> Plan:
+    """The least predicted loss within budgets that are fractions of the dense model.
 
-
-def best_plan(
-    model: nn.Module, curvature: Curvature, layers: dict[str, Choice], fractions: Mapping[str, float], multiple: int
-) -> Plan:
-    """The least predicted loss within the budgets, over all structures that offer options."""
-    modules, limits = candidates(model), targets(model, curvature, fractions)
-    names = [name for name in layers if not layers[name].reason]
-    options = [_options(weight_of(modules[name]), curvature, name, layers[name], list(limits), multiple) for name in names]
-    fixed = {key: sum(getattr(c, key) for c in layers.values() if c.reason) for key in limits}
-    budgets = torch.tensor([limits[key] - fixed[key] for key in limits], dtype=torch.float64)
-    chosen = solve(options, budgets) if options else None
+    With a budget of loss, an absolute increase: the fewest multiply-accumulates.
+    """
+    chosen = _solved(curvature, offered, budgets)
     if chosen is None:
-        raise ValueError(_unreachable(model, curvature, options, fractions, limits, fixed))
-    plan = Plan(BEST, dict(layers))
-    for name, offered, index in zip(names, options, chosen, strict=True):
-        structure, ranks = offered.labels[index]
-        loss = float(offered.losses[index])
+        raise ValueError(_unreachable(offered, budgets))
+    return plan_of(curvature, offered, layers, chosen)
+
+
+def plan_of(curvature: Curvature, offered: Offers, layers: Mapping[str, Choice], chosen: Sequence[int]) -> Plan:
+    """The plan of chosen options; ``layers`` say why others stay dense."""
+    plan = Plan(BEST, {name: Choice(choice.shape, reason=choice.reason) for name, choice in layers.items()})
+    for offer, index in zip(offered.layers, chosen, strict=True):
+        structure, ranks = offer.labels[index]
         reason = "dense serves the budget best" if structure == "dense" else ""
-        plan.layers[name] = Choice(layers[name].shape, structure, ranks, loss, reason)
+        choice = Choice(curvature[offer.name].shape, structure, ranks, float(offer.losses[index]), reason)
+        if "latency" in offer.costs:
+            choice.seconds, choice.dense_seconds = (float(offer.costs["latency"][i]) for i in (index, 0))
+        plan.layers[offer.name] = choice
+    if curvature.coupling is not None:
+        plan.kept = kept_where(curvature.coupling, _kept_units(curvature, offered, chosen))
+        for name in plan.kept.keys() & plan.layers.keys() - {offer.name for offer in offered.layers}:
+            # A depthwise convolution between two layers loses the channels that they lose.
+            plan.layers[name] = Choice(curvature[name].shape, "channels", {"in": 1, "out": len(plan.kept[name].outputs)})
+    _calibrate(plan, curvature)
     return plan
 
 
-def _options(weight: Tensor, curvature: Curvature, name: str, choice: Choice, currencies: list[str], multiple: int) -> Options:
-    """Dense, and every grid of every structure that fits and costs less in some currency."""
-    cost_of = {"params": structures.params, "macs": structures.macs}
-    dense = torch.tensor([[cost_of[key]("dense", choice.shape, {}) for key in currencies]], dtype=torch.float64)
-    losses, costs = [torch.zeros(1, dtype=torch.float64)], [dense]
-    labels: list[tuple[str, dict[str, int]]] = [("dense", {})]
-    for structure, row in STRUCTURES.items():
-        if row.grid is None or not row.fits(choice.shape):
-            continue
-        ranks, predicted = row.grid(weight, curvature[name])
-        if not len(predicted):
-            continue
-        cost = torch.stack([cost_of[key](structure, choice.shape, ranks).double() for key in currencies], dim=1)
-        useful = (cost < dense).any(1) & _hardware_friendly(ranks, multiple)
-        listed = torch.stack(list(ranks.values()), dim=1)[useful].tolist()
-        labels += [(structure, dict(zip(ranks, row_of, strict=True))) for row_of in listed]
-        losses.append(predicted[useful])
-        costs.append(cost[useful])
-    return Options(torch.cat(losses), torch.cat(costs), labels)
+def _solved(curvature: Curvature, offered: Offers, budgets: Mapping[str, float]) -> list[int] | None:
+    if not offered.chains:
+        return None
+    limits = {key: value * offered.whole[key] - offered.beside(key) for key, value in budgets.items() if key != "loss"}
+    if "loss" in budgets:
+        limits["loss"] = curvature.calibration.quadratic(budgets["loss"])
+    chains = [[_options(offer, list(limits)) for offer in chain] for chain in offered.chains]
+    return solve(chains, torch.tensor(list(limits.values()), dtype=torch.float64))
 
 
-def _hardware_friendly(ranks: Mapping[str, Tensor], multiple: int) -> Tensor:
-    """Ranks that are multiples, or so small that there is none, or full."""
-    fits = [(rank % multiple == 0) | (rank < multiple) | (rank == rank.max()) for rank in ranks.values()]
-    return torch.stack(fits).all(0)
+def _options(offer: Offer, currencies: Sequence[str]) -> Options:
+    """A budget of loss makes it a currency, and multiply-accumulates what there should be least of."""
+    costs = {**offer.costs, "loss": offer.losses}
+    aim = offer.costs["macs"] if "loss" in currencies else offer.losses
+    return Options(aim, torch.stack([costs[key] for key in currencies], dim=1), offer.labels, offer.inlets, offer.outlets)
 
 
-def _unreachable(
+def _kept_units(curvature: Curvature, offered: Offers, chosen: Sequence[int]) -> Tensor:
+    """Which of the units of coupled channels stay."""
+    assert curvature.coupling is not None
+    kept = torch.ones(curvature.coupling.count, dtype=torch.bool)
+    for offer, index in zip(offered.layers, chosen, strict=True):
+        if offer.name in offered.widths:
+            width = offered.widths[offer.name]
+            gone = width.order[width.widths[int(offer.outlets[index])] :]
+            kept[torch.tensor(curvature.coupling.sides[offer.name].outputs)[gone]] = False
+    return kept
+
+
+def _calibrate(plan: Plan, curvature: Curvature) -> None:
+    """Losses in units of the loss, of which each layer has its share."""
+    total = sum(choice.loss or 0.0 for choice in plan.layers.values())
+    if total > 0:
+        scale = curvature.calibration.increase(total) / total
+        for choice in plan.layers.values():
+            choice.loss = (choice.loss or 0.0) * scale
+
+
+def _unreachable(offered: Offers, budgets: Mapping[str, float]) -> str:
+    wanted = ", ".join(f"{key}={value:g}" for key, value in budgets.items())
+    least = {}
+    for key in budgets:
+        if key != "loss":
+            layers = [[_options(offer, [key]) for offer in chain] for chain in offered.chains]
+            reached = float(cheapest(layers)[0]) if layers else 0.0
+            least[key] = (reached + offered.beside(key)) / max(offered.whole[key], 1e-30)
+    reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
+    together = " together" if len(budgets) > 1 else ""
+    return f"the budget {wanted} cannot be reached{together}: the least that this model's layers can become is {reach}"
+
+
+# --- time -------------------------------------------------------------------------------------------------------------------
+
+
+def timed_plan(
     model: nn.Module,
     curvature: Curvature,
-    options: list[Options],
-    fractions: Mapping[str, float],
-    limits: Mapping[str, float],
-    fixed: Mapping[str, int],
-) -> str:
-    whole = _whole(model, curvature)
-    least = {}
-    for index, key in enumerate(limits):
-        others = fractions[key] * whole[key] - limits[key]
-        cheapest = sum(float(layer.costs[:, index].min()) for layer in options)
-        least[key] = (cheapest + fixed[key] + others) / max(1, whole[key])
-    wanted = ", ".join(f"{key}={value:g}" for key, value in fractions.items())
-    reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
-    return f"the budget {wanted} cannot be reached: the least that this model's layers can become is {reach}"
-
-
-def at_equal_cost(
-    model: nn.Module, curvature: Curvature, fractions: Mapping[str, float], plan_at: Callable[[float], Plan]
+    offered: Offers,
+    layers: Mapping[str, Choice],
+    budgets: Mapping[str, float],
+    stopwatch: Stopwatch,
 ) -> Plan:
+    """A plan that also holds a budget of measured time.
+
+    Times of layers are not all of it: what a plan promises is measured, and the budget that it is made for is moved until what
+    is measured comes near the one wanted, from below.
+    """
+    wanted = aim = budgets["latency"]
+    best: Plan | None = None
+    least = float("inf")
+    for _ in range(TIMINGS):
+        try:
+            plan = best_plan(curvature, offered, layers, {**budgets, "latency": aim})
+        except ValueError:
+            if best is None and aim >= wanted:
+                raise
+            break
+        reached = stopwatch.compare(sketched(model, plan))
+        predicted = sum(choice.seconds or 0.0 for choice in plan.layers.values()) + offered.beside("latency")
+        plan.latency = Latency(stopwatch.dense, predicted, reached * stopwatch.dense)
+        least = min(least, reached)
+        if reached <= wanted and (best is None or _loss(plan) < _loss(best)):
+            best = plan
+        if NEAR * wanted <= reached <= wanted:
+            break
+        aim = min(aim * (NEAR + 1) / 2 * wanted / reached, 1.0)
+    if best is None:
+        raise ValueError(f"the budget latency={wanted:g} cannot be reached: the least that was measured is latency={least:.3g}")
+    return best
+
+
+def _loss(plan: Plan) -> float:
+    return plan.loss if plan.loss is not None else float("inf")
+
+
+# --- the paper's methods ----------------------------------------------------------------------------------------------------
+
+
+def at_equal_cost(model: nn.Module, curvature: Curvature, budgets: Fractions, plan_at: Callable[[float], Plan]) -> Plan:
     """A method of the paper within the budgets: the smallest ratio at which they hold."""
-    limits = targets(model, curvature, fractions)
+    whole = whole_costs(model, curvature)
+    shapes = [layer.shape for layer in curvature.layers.values()]
+    beside = {key: whole[key] - sum(getattr(shape, key) for shape in shapes) for key in budgets}
 
     def holds(plan: Plan) -> bool:
-        return all(getattr(plan, key) <= limit for key, limit in limits.items())
+        return all(getattr(plan, key) + beside[key] <= fraction * whole[key] for key, fraction in budgets.items())
 
     low, high = 0.0, 1.0 - 1e-9
     best = plan_at(high)
     if not holds(best):
-        whole = _whole(model, curvature)
-        least = {key: (getattr(best, key) + fractions[key] * whole[key] - limits[key]) / max(1, whole[key]) for key in limits}
+        least = {key: (getattr(best, key) + beside[key]) / max(1, whole[key]) for key in budgets}
         reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
         raise ValueError(f"the budget cannot be reached by this method with this cap: the least is {reach}")
     for _ in range(RATIO_STEPS):

@@ -46,10 +46,12 @@ def count(model: nn.Module, example_inputs: Any) -> Cost:
 
     require("model", model, nn.Module, "a torch.nn.Module")
 
-    def run() -> object:
-        if isinstance(example_inputs, Mapping):
-            return model(**example_inputs)
-        return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
-
     with torch.no_grad(), evaluating(model), layer_by_layer():
-        return Cost(parameters(model), forward_macs(run))
+        return Cost(parameters(model), forward_macs(lambda: called(model, example_inputs)))
+
+
+def called(model: nn.Module, example_inputs: Any) -> object:
+    """What the model makes of example inputs: a tuple is passed as arguments, a mapping as keywords."""
+    if isinstance(example_inputs, Mapping):
+        return model(**example_inputs)
+    return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)

@@ -46,6 +46,11 @@ class Coupling:
     sides: dict[str, Sides]
     reasons: dict[str, str]
 
+    @property
+    def count(self) -> int:
+        """How many units there are."""
+        return 1 + max((unit for side in self.sides.values() for unit in (*side.inputs, *side.outputs)), default=FIXED)
+
 
 def watched(model: nn.Module, run: Callable[[], object], fixed: Collection[str] = ()) -> Coupling:
     """What one ``run()``, which calls ``model``, shows. The output channels of the layers named in ``fixed`` stay.

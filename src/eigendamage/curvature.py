@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage import files
+from eigendamage.calibration import Calibration
 from eigendamage.coupling import Coupling, Sides
 from eigendamage.layers import LayerShape, candidates, require_values, shape_of, some
 from eigendamage.linalg import eigen
@@ -84,6 +85,8 @@ class Curvature:
     macs: int = 0  # of the whole model for one example
     collected: frozenset[str] = frozenset()
     whole: dict[str, str] = field(default_factory=dict)  # layers that may lose channels but not become several, and why
+    calibration: Calibration = field(default_factory=Calibration)  # of what budgets go by
+    remembered: dict[Any, Any] = field(default_factory=dict, repr=False)  # what was worked out once and may serve again
 
     def __getitem__(self, name: str) -> LayerCurvature:
         if name not in self.layers:
@@ -146,6 +149,7 @@ class Curvature:
             "macs": self.macs,
             "collected": sorted(self.collected),
             "coupling": asdict(self.coupling) if self.coupling else None,
+            "calibration": asdict(self.calibration),
         }
         files.write(path, tensors, content, kind="curvature")
 
@@ -162,7 +166,11 @@ class Curvature:
         }
         coupling = _coupling(content["coupling"])
         counts = content["examples"], content["macs"]
-        return cls(layers, content["reasons"], coupling, *counts, frozenset(content["collected"]), content["whole"])
+        trials = tuple((float(quadratic), float(increase)) for quadratic, increase in content["calibration"]["trials"])
+        calibration = Calibration(trials, content["calibration"]["layers"], content["calibration"]["links"])
+        return cls(
+            layers, content["reasons"], coupling, *counts, frozenset(content["collected"]), content["whole"], calibration
+        )
 
 
 def _coupling(content: dict[str, Any] | None) -> Coupling | None:

@@ -57,6 +57,35 @@ def softened_loss(outputs: Tensor, targets: object, uniforms: Uniforms) -> Tenso
     return (losses * temperatures).sum()
 
 
+def increased_loss(outputs: Tensor, before: Tensor, targets: object, task: str, loss: Loss | None) -> Tensor:
+    """By how much the loss, summed over the batch, is larger than with the outputs of ``before``.
+
+    Where there are no targets it is the divergence from those outputs.
+    """
+    if loss is not None:
+        return _own_loss(loss, outputs, targets) - _own_loss(loss, before, targets)
+    if task == "regression":
+        middle = targets if isinstance(targets, Tensor) and targets.shape == outputs.shape else before
+        return (_precise(outputs - middle).square().sum() - _precise(before - middle).square().sum()) / 2
+    logits, given = _rows(outputs, targets, "sampled")
+    as_before, _ = _rows(before, targets, "sampled")
+    if given is None:
+        return F.kl_div(logits.log_softmax(1), as_before.log_softmax(1), reduction="sum", log_target=True)
+    after, unchanged = (F.cross_entropy(values, given, reduction="sum", ignore_index=IGNORED) for values in (logits, as_before))
+    return after - unchanged
+
+
+def change_of_outputs(outputs: Tensor, before: Tensor, targets: object, task: str) -> Tensor:
+    """½ δᵀHδ of the change of the outputs, summed over the batch, with the H of a softened prediction (`softened_loss`)."""
+    if task == "regression":
+        return _precise(outputs - before).square().sum() / 2
+    logits, given = _rows(before, targets, "sampled")
+    change = _rows(outputs, targets, "sampled")[0] - logits
+    p = (logits / _temperatures(logits)[:, None]).softmax(1)
+    each = (p * change.square()).sum(1) - (p * change).sum(1).square()
+    return (each if given is None else each[given != IGNORED]).sum() / 2
+
+
 def _temperatures(logits: Tensor) -> Tensor:
     """The lowest temperature, at least one, at which each row is uncertain enough; by bisection of its logarithm."""
     wanted = UNCERTAINTY * (1 - 1 / logits.shape[1])

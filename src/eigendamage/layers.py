@@ -286,6 +286,19 @@ def set_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         module.bias = nn.Parameter(bias.detach().clone(), before is not None and before.requires_grad)
 
 
+def slice_per_channel(module: nn.Module, kept: Tensor) -> None:
+    """Batch norm, instance norm and PReLU: everything they hold is per channel, but for counters."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter[kept].clone(), parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.dim():
+            module._buffers[name] = buffer[kept].clone()
+    for attribute in ("num_features", "num_parameters"):
+        if hasattr(module, attribute):
+            setattr(module, attribute, len(kept))
+
+
 def build_pointwise(module: nn.Module, weight: Tensor, bias: Tensor | None, *, strided: bool = False) -> nn.Module:
     """A 1×1 convolution or linear layer ``[out, in]`` for the inputs or outputs of ``module``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from eigendamage.batches import (
     Forward,
+    Sample,
     batch_size,
     detached,
     examples_in,
@@ -22,18 +24,21 @@ from eigendamage.batches import (
     outputs_of,
     targets_of,
 )
+from eigendamage.budgets import layers_for_budgets
+from eigendamage.calibrating import calibrated
 from eigendamage.checks import require_batches, require_choice, require_function, require_whole
 from eigendamage.cost import forward_macs
 from eigendamage.curvature import Curvature
-from eigendamage.labels import Loss, Uniforms, softened_loss, summed_loss
+from eigendamage.labels import Loss, Uniforms, change_of_outputs, increased_loss, softened_loss, summed_loss
 from eigendamage.layers import (
     Skip,
     candidates,
     reasons_to_stay,
     require_values,
+    skipped_layers,
 )
-from eigendamage.methods import DEFAULT_METHODS, needs_of
-from eigendamage.observing import Observers, distributed
+from eigendamage.methods import BEST, DEFAULT_METHODS, needs_of
+from eigendamage.observing import Observers, distributed, sum_over_processes
 from eigendamage.passes import alike, evaluating, layer_by_layer, restoring
 from eigendamage.progress import track
 from eigendamage.rehearsal import trace
@@ -42,8 +47,9 @@ from eigendamage.standins import escaping, irreplaceable
 T = TypeVar("T")
 _NOTHING = object()
 
-# How many examples show how a model is wired.
+# How many examples show how a model is wired, and how many what becomes of its outputs when one layer changes.
 REHEARSED = 2
+FEW = 200
 
 
 def measure(
@@ -88,7 +94,8 @@ def measure(
         raise TypeError("model: is compiled by TorchScript, which hides its layers; compress the model first, then script it")
     if not isinstance(methods, Iterable):
         raise TypeError(f"methods: must be names of methods; got {methods!r}")
-    asked = needs = needs_of([methods] if isinstance(methods, str) else methods)
+    methods = [methods] if isinstance(methods, str) else list(methods)
+    asked = needs = needs_of(methods)
     if "softened" in asked and (loss is not None or task != "classification"):
         needs = asked - {"softened"} | {"gradients"}  # there are no classes to be unsure of
     reasons = reasons_to_stay(model, skip)
@@ -116,9 +123,11 @@ def measure(
             own_seed = seed + (dist.get_rank() if distributed() else 0)
             uniforms, softening = Uniforms(own_seed), Uniforms(own_seed)
             total = len(batches) if isinstance(batches, Sized) and examples is None else None
+            sample = Sample()
             for batch in track(itertools.chain([first], data), "measuring", progress, total):
                 with torch.enable_grad():
                     outputs = run(model, batch)
+                    sample.keep(batch, outputs)
                     observers.check_finite(outputs, partial(run, model, batch))
                     losses = {}
                     if needs & {"gradients", "fisher"} or "softened" not in needs:
@@ -126,7 +135,33 @@ def measure(
                     if "softened" in needs:
                         losses["softened"] = softened_loss(outputs, targets_of(batch), softening)
                 observers.backward(losses, examples_in(batch, outputs))
-        return observers.curvature(coupled, asked | needs, macs, whole)
+        curvature = observers.curvature(coupled, asked | needs, macs, whole)
+    if BEST not in methods:
+        return curvature
+    grown = partial(increased_loss, task=task, loss=loss)
+    unit = 1.0 if "softened" in needs else _mean(sample, lambda batch, before: torch.zeros_like(before), grown)
+
+    def judged(judge: Callable[[Tensor, Tensor, Any], Tensor], of: Sample, small: nn.Module) -> float:
+        with evaluating(small), layer_by_layer():
+            return _mean(of, lambda batch, before: run(small, batch), judge)
+
+    layers = layers_for_budgets(curvature, skipped_layers(model, skip))
+    change = partial(judged, partial(change_of_outputs, task=task), sample.part(FEW)) if loss is None else None
+    calibration = calibrated(model, curvature, layers, unit, change, partial(judged, grown, sample))
+    return dataclasses.replace(curvature, calibration=calibration)
+
+
+def _mean(
+    sample: Sample, outputs_for: Callable[[Any, Tensor], Tensor], judge: Callable[[Tensor, Tensor, Any], Tensor]
+) -> float:
+    """What a judge makes of other outputs beside those of before, over the examples held, of all processes."""
+    total = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch, before in sample.held:
+            value = float(judge(outputs_for(batch, before), before, targets_of(batch)))
+            total += torch.tensor([value, examples_in(batch, before)], dtype=torch.float64)
+    total = sum_over_processes(total, sample.held[0][1].device).cpu()
+    return float(total[0] / total[1])
 
 
 def _check_arguments(

@@ -255,12 +255,12 @@ class Observers:
         for name, scale in scales.items():
             self.by_name[name].scale = scale.to(self.anchor.device)
         names = [*self.order, *(name for name in self.by_name if name not in self.order)]
-        examples = _sum_over_processes(torch.tensor(float(self.examples), dtype=torch.float64), self.anchor.device)
+        examples = sum_over_processes(torch.tensor(float(self.examples), dtype=torch.float64), self.anchor.device)
         layers = {}
         for name in self.by_name:  # the same order in every process
             observer = self.by_name[name]
             own = {of: units.get((name, of), 1.0) for of in LOSSES}
-            sums = {key: _sum_over_processes(value, self.anchor.device) for key, value in observer.state(own).items()}
+            sums = {key: sum_over_processes(value, self.anchor.device) for key, value in observer.state(own).items()}
             observer.inputs, observer.gradients, observer.fisher = None, {}, None  # wide layers hold hundreds of megabytes
             if name in mixed:
                 sums.pop("fisher", None)
@@ -321,7 +321,7 @@ def _from_processes(value: T) -> list[T]:
     return values
 
 
-def _sum_over_processes(tensor: Tensor, device: torch.device) -> Tensor:
+def sum_over_processes(tensor: Tensor, device: torch.device) -> Tensor:
     if not distributed():
         return tensor
     shared = tensor.to(device).contiguous()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eigendamage import structures
-from eigendamage.budgets import at_equal_cost, best_plan
+from eigendamage.budgets import LAST, at_equal_cost, best_plan, dense_layers, layers_for_budgets, timed_plan
 from eigendamage.checks import require, require_choice, require_number, require_whole
 from eigendamage.coupling import FIXED, Coupling
 from eigendamage.curvature import Curvature
@@ -18,10 +18,11 @@ from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
 from eigendamage.methods import BEST, METHODS, MISSING, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
-from eigendamage.plans import Choice, Kept, Plan
+from eigendamage.offers import offers
+from eigendamage.plans import Choice, Plan, kept_where
 from eigendamage.selection import keep_by_percentile, keep_units
+from eigendamage.timing import Stopwatch
 
-LAST = "it is the last linear layer"
 LARGER = "it would hold more parameters than the dense layer"
 ALL_STAYS = "the method keeps all of it"
 
@@ -47,15 +48,10 @@ def plan_at_ratio(model: nn.Module, curvature: Curvature, method: str, ratio: fl
     needs = ("patches", "gradients") if row.removes == "directions" and rules.basis == "patch" else row.needs
     curvature.require(needs, f"method {method!r}" + (' with basis="patch"' if needs != row.needs else ""))
     if row.removes == "channels":
-        return _plan_channels(model, curvature, method, ratio, rules, _dense(curvature.reasons, curvature, rules))
+        return _plan_channels(model, curvature, method, ratio, rules, dense_layers(curvature, curvature.reasons, rules.skipped))
     return _plan_directions(
-        model, curvature, method, ratio, rules, _dense(curvature.reasons | curvature.whole, curvature, rules)
+        model, curvature, method, ratio, rules, dense_layers(curvature, curvature.reasons | curvature.whole, rules.skipped)
     )
-
-
-def _dense(reasons: Mapping[str, str], curvature: Curvature, rules: Rules) -> dict[str, Choice]:
-    reasons = {**dict.fromkeys(rules.skipped, "skipped on request"), **reasons}
-    return {name: Choice(layer.shape, reason=reasons.get(name, "")) for name, layer in curvature.layers.items()}
 
 
 # --- directions of the eigenbasis: EigenDamage ------------------------------------------------------------------------------
@@ -136,7 +132,7 @@ def _plan_channels(
     row = method_named(method)
     losses = _scores(curvature, modules, row)
     scores = {name: _normalized(values) for name, values in losses.items()} if rules.normalize else losses
-    count = 1 + max((unit for side in coupling.sides.values() for unit in side.outputs), default=FIXED)
+    count = coupling.count
     _leave_last_linear(layers, curvature, rules)
     held = {name for name, choice in layers.items() if choice.reason and getattr(modules[name], "groups", 1) == 1}
     removable = _removable(coupling, scores, held | rules.skipped, count)
@@ -148,7 +144,7 @@ def _plan_channels(
     listed = [scores[name] for name in [curvature.last_linear] if name in scores and rules.last_linear == "list"]
     capped = [[unit for unit in side.outputs if unit != FIXED] for side in coupling.sides.values()]
     kept = keep_units(totals, removable, listed, [torch.tensor(free) for free in capped if free], ratio, rules.cap)
-    plan = Plan(method, layers, _kept(coupling, kept))
+    plan = Plan(method, layers, kept_where(coupling, kept))
     for name, choice in layers.items():
         missing = next((MISSING[need] for need in row.needs if getattr(curvature[name], need) is None and need in MISSING), "")
         _describe_channels(plan, name, choice, losses.get(name), coupling, missing)
@@ -173,17 +169,6 @@ def _removable(coupling: Coupling, scores: Mapping[str, Tensor], held: Collectio
     return removable
 
 
-def _kept(coupling: Coupling, kept: Tensor) -> dict[str, Kept]:
-    """The indices that stay in every module that loses any."""
-    stays = [*kept.tolist(), True]  # FIXED is −1: the last entry
-
-    def indices(units: tuple[int, ...]) -> list[int]:
-        return [index for index, unit in enumerate(units) if stays[unit]]
-
-    sides = {name: (side, Kept(indices(side.inputs), indices(side.outputs))) for name, side in coupling.sides.items()}
-    return {n: k for n, (s, k) in sides.items() if len(k.inputs) < len(s.inputs) or len(k.outputs) < len(s.outputs)}
-
-
 def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | None, coupling: Coupling, missing: str) -> None:
     if name not in plan.kept:
         choice.reason = choice.reason or coupling.reasons.get(name) or missing or ALL_STAYS
@@ -201,7 +186,7 @@ def _describe_channels(plan: Plan, name: str, choice: Choice, losses: Tensor | N
 
 def plan_ranks(model: nn.Module, curvature: Curvature, ranks: float | int | Mapping[str, int], rules: Rules) -> Plan:
     """CP decomposition with a multiple of each layer's rank (a float), one rank for all (an int), or a rank by layer name."""
-    layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
+    layers = dense_layers(curvature, curvature.reasons | curvature.whole, rules.skipped)
     if not isinstance(ranks, int | Mapping) or isinstance(ranks, bool):
         require_number("ranks", ranks, "above 0, as a multiple of each layer's rank", lambda x: x > 0)
     if isinstance(ranks, Mapping):
@@ -237,6 +222,9 @@ def plan(
     ranks: float | int | Mapping[str, int] | None = None,
     macs: float | None = None,
     params: float | None = None,
+    latency: float | None = None,
+    loss: float | None = None,
+    example_inputs: Any = None,
     multiple: int = 1,
     cap: float = 0.95,
     basis: str = "channel",
@@ -256,7 +244,12 @@ def plan(
         ranks: for ``"cp"``: a multiple of each layer's rank (float), one rank for all (int), or ranks by layer name.
         macs: a budget: this fraction of the dense model's multiply-accumulates. Without a method, the best structure for every
             layer is found; with one, the smallest ratio at which the budget holds.
-        params: likewise for parameters. Both may be given.
+        params: likewise for parameters. Several budgets may be given.
+        latency: likewise for the time of a pass over ``example_inputs``, as it is measured here and now, with the threads that
+            are set; only without a method.
+        loss: an absolute increase of the loss: the fewest multiply-accumulates for which no more is predicted; only without a
+            method.
+        example_inputs: for ``latency``, as in `count`: of the batch size, on the device and of the dtype that count.
         multiple: under a budget without a method, ranks are multiples of this where they are as large.
         cap: at most this share of a layer's rows, and of its columns, goes; the best of the layer stay.
         basis: for EigenDamage: ``"channel"`` (section 4.5) or the full ``"patch"`` basis.
@@ -276,11 +269,14 @@ def plan(
     default = "leave" if row is None or row.removes == "directions" else "list"
     rules = Rules(cap, basis, norm, normalize, allow_larger, last_linear or default, frozenset(skipped_layers(model, skip)))
     _check(rules)
-    budgets = {key: value for key, value in (("macs", macs), ("params", params)) if value is not None}
+    asked = {"macs": macs, "params": params, "latency": latency, "loss": loss}
+    budgets = {key: value for key, value in asked.items() if value is not None}
     if sum((ratio is not None, ranks is not None, bool(budgets))) != 1:
-        raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=..., params=...)")
+        raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=, params=, latency=, loss=)")
+    if example_inputs is not None and latency is None:
+        raise ValueError("example_inputs: are for latency=..., which is not given")
     if budgets:
-        return _labelled(_within(model, curvature, method, budgets, multiple, rules))
+        return _labelled(_within(model, curvature, method, budgets, multiple, example_inputs, rules))
     if row is None or method is None:
         raise ValueError(f"method: ratio and ranks need one of {some(METHODS, 20)}")
     if ranks is not None:
@@ -302,20 +298,40 @@ def _labelled(plan: Plan) -> Plan:
 
 
 def _within(
-    model: nn.Module, curvature: Curvature, method: str | None, budgets: Mapping[str, float], multiple: int, rules: Rules
+    model: nn.Module,
+    curvature: Curvature,
+    method: str | None,
+    budgets: Mapping[str, float],
+    multiple: int,
+    example_inputs: Any,
+    rules: Rules,
 ) -> Plan:
-    for key, value in budgets.items():
-        require_number(key, value, "a fraction of the dense model, above 0 and at most 1", lambda x: 0 < x <= 1)
+    check_budgets(budgets, method)
     require_whole("multiple", multiple, least=1)
-    layers = _dense(curvature.reasons | curvature.whole, curvature, rules)
-    if all(value == 1 for value in budgets.values()):
+    if "latency" in budgets and example_inputs is None:
+        raise ValueError("latency: needs example_inputs=..., the inputs whose time counts")
+    layers = layers_for_budgets(curvature, rules.skipped, rules.last_linear)
+    if "loss" not in budgets and all(value == 1 for value in budgets.values()):
         return Plan(method or BEST, layers)
     if method is not None:
         return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
-    curvature.require(("patches", "gradients" if "gradients" in curvature.collected else "softened"), "a budget")
-    if curvature.last_linear and rules.last_linear == "leave":
-        layers[curvature.last_linear].reason = layers[curvature.last_linear].reason or LAST
-    return best_plan(model, curvature, layers, budgets, multiple)
+    stopwatch = Stopwatch(model, example_inputs) if "latency" in budgets else None
+    offered = offers(model, curvature, layers, multiple, stopwatch)
+    if stopwatch is None:
+        return best_plan(curvature, offered, layers, budgets)
+    return timed_plan(model, curvature, offered, layers, budgets, stopwatch)
+
+
+def check_budgets(budgets: Mapping[str, float], method: str | None) -> None:
+    for key, value in budgets.items():
+        if key == "loss":
+            require_number(key, value, "an increase of the loss, above 0", lambda x: x > 0)
+        else:
+            require_number(key, value, "a fraction of the dense model, above 0 and at most 1", lambda x: 0 < x <= 1)
+        if method is not None and key in ("latency", "loss"):
+            raise ValueError(
+                f"{key}: a budget of it finds its own structures; leave out method={method!r}, or use macs or params"
+            )
 
 
 def statistics_for(planning: Mapping[str, Any]) -> list[str]:

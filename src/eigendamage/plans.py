@@ -6,9 +6,12 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 
+from jaxtyping import Bool
 from rich.table import Table
+from torch import Tensor
 
 from eigendamage import structures
+from eigendamage.coupling import Coupling
 from eigendamage.layers import LayerShape, some
 from eigendamage.methods import BEST, METHODS
 from eigendamage.text import render, si
@@ -25,7 +28,9 @@ class Choice:
     ranks: dict[str, int] = field(default_factory=dict)
     loss: float | None = 0.0  # increase of the loss that the method predicts; None if it predicts none
     reason: str = ""  # why it stays dense
-    loss_of: str = ""  # what the loss was predicted for; an edited layer is something else
+    loss_of: str = ""  # what loss and time were predicted for; an edited layer is something else
+    seconds: float | None = None  # predicted time of a pass through it, where a budget was one of time
+    dense_seconds: float | None = None
 
     @property
     def params(self) -> int:
@@ -55,6 +60,15 @@ class Kept:
     outputs: list[int]
 
 
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one pass through the whole model: as it was, and as it was predicted and then measured to become."""
+
+    dense: float
+    predicted: float
+    measured: float
+
+
 @dataclass
 class Plan:
     """A choice for every layer; ``print(plan)`` is a table, `to_json` and `from_json` keep everything."""
@@ -62,6 +76,7 @@ class Plan:
     method: str
     layers: dict[str, Choice]
     kept: dict[str, Kept] = field(default_factory=dict)  # where channels go, also in batch norm and depthwise convolutions
+    latency: Latency | None = None
 
     def check(self) -> None:
         """Raise ValueError, naming the layer, for a structure or ranks that cannot be; a plan may have been edited."""
@@ -114,7 +129,8 @@ class Plan:
                 name: Choice(**{**row, "shape": LayerShape.from_dict(row["shape"])}) for name, row in content["layers"].items()
             }
             kept = {name: Kept(**row) for name, row in content["kept"].items()}
-            plan = cls(_text(content["method"]), layers, kept)
+            latency = Latency(**content["latency"]) if content["latency"] else None
+            plan = cls(_text(content["method"]), layers, kept, latency)
             for choice in layers.values():
                 _text(choice.structure), _text(choice.reason), _text(choice.loss_of)
             for name, sides in kept.items():
@@ -127,15 +143,29 @@ class Plan:
 
     def __str__(self) -> str:
         self.check()
+        timed = any(choice.dense_seconds is not None for choice in self.layers.values())
         table = Table(title=f"{method_title(self.method)}: what each layer becomes", title_justify="left")
-        for header in ("layer", "becomes", "ranks", "parameters", "MACs", "predicted loss", "why dense"):
-            table.add_column(header, justify="left" if header in ("layer", "becomes", "ranks", "why dense") else "right")
+        costs = ("parameters", "MACs", *(["time"] if timed else []), "predicted loss")
+        for header in ("layer", "becomes", "ranks", *costs, "why dense"):
+            table.add_column(header, justify="right" if header in costs else "left")
         for name, choice in self.layers.items():
-            table.add_row(name, choice.structure, _ranks(choice), *_costs(choice), _loss(choice), choice.reason)
+            time = [_time(choice)] if timed else []
+            table.add_row(name, choice.structure, _ranks(choice), *_costs(choice), *time, _loss(choice), choice.reason)
         table.add_section()
         cost = _cost(self.params, self.dense_params), _cost(self.macs, self.dense_macs)
-        table.add_row("all layers", "", "", *cost, loss_text(self.loss), "")
-        return render(table)
+        table.add_row("all layers", "", "", *cost, *([""] if timed else []), loss_text(self.loss), "")
+        return "\n".join([render(table), *([_latency(self.latency)] if self.latency else [])])
+
+
+def kept_where(coupling: Coupling, kept: Bool[Tensor, " units"]) -> dict[str, Kept]:
+    """The indices that stay in every module that loses any, given which units stay."""
+    stays = [*kept.tolist(), True]  # FIXED is −1: the last entry
+
+    def indices(units: tuple[int, ...]) -> list[int]:
+        return [index for index, unit in enumerate(units) if stays[unit]]
+
+    sides = {name: (side, Kept(indices(side.inputs), indices(side.outputs))) for name, side in coupling.sides.items()}
+    return {n: k for n, (s, k) in sides.items() if len(k.inputs) < len(s.inputs) or len(k.outputs) < len(s.outputs)}
 
 
 def _text(value: object) -> str:
@@ -161,6 +191,23 @@ def _costs(choice: Choice) -> tuple[str, str]:
 
 def _cost(after: int, before: int) -> str:
     return si(after) if after == before else f"{si(before)} → {si(after)}"
+
+
+def _time(choice: Choice) -> str:
+    if choice.seconds is None or choice.dense_seconds is None:
+        return ""
+    now, before = f"{1e3 * choice.seconds:.3g} ms", f"{1e3 * choice.dense_seconds:.3g}"
+    if choice.loss_of not in ("", choice.description):
+        return "unknown"
+    return now if choice.structure == "dense" else f"{before} → {now}"
+
+
+def _latency(latency: Latency) -> str:
+    shares = [
+        f"{what} {1e3 * seconds:.3g} ms ({seconds / latency.dense:.0%})"
+        for what, seconds in (("predicted", latency.predicted), ("measured", latency.measured))
+    ]
+    return f"one pass: dense {1e3 * latency.dense:.3g} ms, {', '.join(shares)}"
 
 
 def _loss(choice: Choice) -> str:

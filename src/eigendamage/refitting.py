@@ -24,6 +24,7 @@ from eigendamage.covariance import PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.layers import bias_of, channel_dim, outer_products, rows, set_weight, weight_of
 from eigendamage.linalg import exact
+from eigendamage.methods import BEST
 from eigendamage.passes import evaluating
 from eigendamage.plans import Choice, Plan
 from eigendamage.progress import track
@@ -49,45 +50,53 @@ def refit(
     data = list(detached(batches, None))
     if not data:
         raise ValueError("refit: the loader is empty")
-    names = [
-        n for n, choice in plan.layers.items() if structures.STRUCTURES[choice.structure].build and choice.structure != "merged"
-    ]
+    names = [name for name, choice in plan.layers.items() if _can_be_refitted(name, choice, plan)]
     with evaluating(dense), torch.no_grad():
         with _in_eval(small):
             for name in track(names, "refitting", progress):
-                new = _refitted(dense, small, name, plan[name], curvature[name], data, forward)
+                new = _refitted(dense, small, name, plan, curvature[name], data, forward)
                 small = put(small, small.get_submodule(name), new)
         _refit_norms(dense, small, plan, data, forward)
     return small
+
+
+def _can_be_refitted(name: str, choice: Choice, plan: Plan) -> bool:
+    """Stages can be built again; a layer that lost inputs under a budget can make up for them again."""
+    if choice.structure == "channels":
+        return plan.method == BEST and name in plan.kept and choice.ranks["in"] < choice.shape.inputs
+    return choice.structure != "merged" and structures.STRUCTURES[choice.structure].build is not None
 
 
 def _refitted(
     dense: nn.Module,
     small: nn.Module,
     name: str,
-    choice: Choice,
+    plan: Plan,
     layer: LayerCurvature,
     data: list[Any],
     forward: Forward | None,
 ) -> nn.Module:
-    module = dense.get_submodule(name)
-    moments = _Moments(module)
+    choice, module, own = plan[name], dense.get_submodule(name), small.get_submodule(name)
+    kept = torch.tensor(plan.kept[name].outputs) if choice.structure == "channels" else None
+    moments = _Moments(module if kept is None else own)
     enough = None
     for batch in data:
         wanted = _calls(dense, module, batch, forward, enough)
-        given = _calls(small, small.get_submodule(name), batch, forward, enough)
+        given = _calls(small, own, batch, forward, enough)
         if len(given) != len(wanted):
             raise ValueError(f"forward: must call the model it is given, but {name} ran {len(wanted)} times, not {len(given)}")
         for (x, _), (_, y) in zip(given, wanted, strict=True):
-            moments.add(x, y)
+            moments.add(x, y if kept is None else y.index_select(channel_dim(module, y.dim()), kept.to(y.device)))
         enough = enough or len(wanted) or None
     if not moments.seen:
         raise ValueError(f"refit: the batches do not reach {name}")
     if not moments.finite:
         raise ValueError(f"refit: the inputs or outputs of {name} are not finite; look for NaN or overflow in the batches")
     weight, bias = moments.ridge()
-    better = copy.deepcopy(module)
+    better = copy.deepcopy(module if kept is None else own)
     set_weight(better, weight.to(module.weight), None if bias is None else bias.to(module.weight))
+    if kept is not None:
+        return better
     covariance = moments.covariance()
     seen = {"inputs": covariance} if choice.shape.taps == 1 else {"inputs": None, "patches": covariance}
     build = structures.STRUCTURES[choice.structure].build

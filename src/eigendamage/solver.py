@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 BISECTIONS = 60
@@ -15,48 +16,96 @@ CYCLES = 8
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What one layer can become: a predicted loss, a cost in each currency, and what to call it."""
+    """What one layer can become: a predicted loss, a cost in each currency, and what to call it.
+
+    In a chain, a layer's option and the next one's must agree: the width at which the one lets go of its channels is that at
+    which the other takes them up.
+    """
 
     losses: Float[Tensor, " options"]
     costs: Float[Tensor, "options currencies"]
-    labels: list[Any]
+    labels: Sequence[Any]
+    inlets: Int[Tensor, " options"] = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+    outlets: Int[Tensor, " options"] = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+
+    def __post_init__(self) -> None:
+        for name in ("inlets", "outlets"):
+            object.__setattr__(self, name, getattr(self, name).expand(len(self.losses)))
 
 
-def solve(layers: list[Options], budgets: Float[Tensor, " currencies"]) -> list[int] | None:
-    """The option of each layer that together cost no more than the budgets and have about the least loss.
+Chain = Sequence[Options]
 
-    Lagrange multipliers by bisection, each layer choosing on its own; then what is left of the budgets buys single
+
+def solve(chains: Sequence[Chain], budgets: Float[Tensor, " currencies"]) -> list[int] | None:
+    """The option of each layer, chain after chain, that together cost no more than the budgets and have about the least loss.
+
+    Lagrange multipliers by bisection, each chain choosing on its own; then what is left of the budgets buys single
     improvements. None if even the cheapest options cost too much.
     """
-    scale = torch.stack([layer.costs.max(0).values for layer in layers]).sum(0).clamp(min=1)
+    layers = [layer for chain in chains for layer in chain]
+    scale = torch.stack([layer.costs.max(0).values for layer in layers]).sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    scale = 2 ** scale.log2().round()  # so that dividing by it rounds nothing
     largest = max(float(layer.losses.abs().max()) for layer in layers) or 1.0
-    layers = [replace(layer, losses=layer.losses / largest) for layer in layers]  # prices are found among ordinary numbers
-    if bool((torch.stack([layer.costs.min(0).values for layer in layers]).sum(0) > budgets).any()):
+    # Prices are found among ordinary numbers.
+    chains = [[replace(layer, losses=layer.losses / largest, costs=layer.costs / scale) for layer in chain] for chain in chains]
+    layers = [layer for chain in chains for layer in chain]
+    budgets = budgets / scale
+    if bool((cheapest(chains) > budgets).any()):
         return None
     prices = torch.zeros(len(budgets), dtype=torch.float64)
     for _ in range(CYCLES if len(budgets) > 1 else 1):
         for currency in range(len(budgets)):
-            prices = _bisect(layers, budgets, prices, currency, scale)
-    chosen = _choose(layers, prices, scale)
+            prices = _bisect(chains, budgets, prices, currency)
+    chosen = _choose(chains, prices)
     if bool((_total(layers, chosen) > budgets).any()):
         return None
     return _spend(layers, chosen, budgets)
 
 
-def _choose(layers: list[Options], prices: Tensor, scale: Tensor) -> list[int]:
-    return [int((layer.losses + layer.costs / scale @ prices).argmin()) for layer in layers]
+def cheapest(chains: Sequence[Chain]) -> Float[Tensor, " currencies"]:
+    """The least that can be reached in each currency by itself."""
+    count = chains[0][0].costs.shape[1]
+    prices = torch.eye(count, dtype=torch.float64)
+    free = [[replace(layer, losses=torch.zeros_like(layer.losses)) for layer in chain] for chain in chains]
+    layers = [layer for chain in chains for layer in chain]
+    return torch.stack([_total(layers, _choose(free, prices[currency]))[currency] for currency in range(count)])
 
 
-def _total(layers: list[Options], chosen: list[int]) -> Tensor:
+def _choose(chains: Sequence[Chain], prices: Tensor) -> list[int]:
+    return [option for chain in chains for option in _along(chain, prices)]
+
+
+def _along(chain: Chain, prices: Tensor) -> list[int]:
+    """The options of least price along one chain: dynamic programming over the widths between its layers."""
+    widths = 1 + max(int(max(layer.inlets.max(), layer.outlets.max())) for layer in chain)
+    best = torch.full((widths,), torch.inf, dtype=torch.float64)
+    best[0] = 0
+    steps = []
+    for layer in chain:
+        prices_here = best[layer.inlets] + layer.losses + layer.costs @ prices
+        order = prices_here.argsort(descending=True, stable=True)  # the cheapest is written last, and stays
+        option = torch.full((widths,), -1)
+        option[layer.outlets[order]] = order
+        best = torch.where(option >= 0, prices_here[option], torch.inf)
+        steps.append(option)
+    chosen, width = [], 0
+    for layer, option in zip(reversed(chain), reversed(steps), strict=True):
+        chosen.append(int(option[width]))
+        width = int(layer.inlets[chosen[-1]])
+    return chosen[::-1]
+
+
+def _total(layers: Sequence[Options], chosen: Sequence[int]) -> Tensor:
     return torch.stack([layer.costs[option] for layer, option in zip(layers, chosen, strict=True)]).sum(0)
 
 
-def _bisect(layers: list[Options], budgets: Tensor, prices: Tensor, currency: int, scale: Tensor) -> Tensor:
+def _bisect(chains: Sequence[Chain], budgets: Tensor, prices: Tensor, currency: int) -> Tensor:
     """The lowest price of one currency at which its budget holds, the other prices given."""
+    layers = [layer for chain in chains for layer in chain]
 
     def holds(price: float) -> bool:
         prices[currency] = price
-        return bool(_total(layers, _choose(layers, prices, scale))[currency] <= budgets[currency])
+        return bool(_total(layers, _choose(chains, prices))[currency] <= budgets[currency])
 
     prices = prices.clone()
     if holds(0.0):
@@ -71,15 +120,17 @@ def _bisect(layers: list[Options], budgets: Tensor, prices: Tensor, currency: in
     return prices
 
 
-def _spend(layers: list[Options], chosen: list[int], budgets: Tensor) -> list[int]:
+def _spend(layers: Sequence[Options], chosen: Sequence[int], budgets: Tensor) -> list[int]:
     """Single changes that lower the loss within the budgets, the largest gain first, until there are none."""
     chosen = list(chosen)
     while True:
         left = budgets - _total(layers, chosen)
         best, gain = None, 0.0
         for index, layer in enumerate(layers):
-            gains = layer.losses[chosen[index]] - layer.losses
-            gains[(layer.costs - layer.costs[chosen[index]] > left).any(1)] = 0
+            now = chosen[index]
+            gains = layer.losses[now] - layer.losses
+            gains[(layer.costs - layer.costs[now] > left).any(1)] = 0
+            gains[(layer.inlets != layer.inlets[now]) | (layer.outlets != layer.outlets[now])] = 0
             if float(gains.max()) > gain:
                 best, gain = (index, int(gains.argmax())), float(gains.max())
         if best is None:

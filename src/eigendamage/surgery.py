@@ -12,7 +12,7 @@ from eigendamage import structures
 from eigendamage.batches import Forward
 from eigendamage.checks import require
 from eigendamage.coupling import FIXED, Coupling
-from eigendamage.curvature import Curvature
+from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.layers import (
     LayerShape,
     bias_of,
@@ -23,11 +23,13 @@ from eigendamage.layers import (
     kind_of,
     set_weight,
     shape_of,
+    slice_per_channel,
     some,
     weight_of,
 )
-from eigendamage.methods import METHODS
+from eigendamage.methods import BEST, METHODS
 from eigendamage.methods.obs import compensated
+from eigendamage.methods.regression import with_fewer_inputs
 from eigendamage.plans import Choice, Kept, Plan
 from eigendamage.refitting import refit as refitted
 
@@ -75,6 +77,20 @@ def apply(
     return small if refit is None else refitted(model, small, plan, curvature, refit, forward, _replaced)
 
 
+def sketched(model: nn.Module, plan: Plan) -> nn.Module:
+    """What `apply` would make of a budget's plan, with any weights: quick to build, and as fast to run."""
+    small = deep_copy(model)
+    with torch.no_grad():
+        _slice_channels(small, plan, None)
+        for name, choice in plan.layers.items():
+            row = structures.STRUCTURES[choice.structure]
+            if row.build is not None and row.sketch is not None:
+                layer = small.get_submodule(name)
+                small = _replaced(small, layer, row.sketch(layer, choice.ranks))
+    call_by_stages(small)
+    return small
+
+
 def _replaced(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """``model`` with ``new`` wherever ``old`` stands; a module may stand in several places."""
     new.train(old.training).requires_grad_(next(old.parameters()).requires_grad)
@@ -93,15 +109,18 @@ def _replaced(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 # --- channels ---------------------------------------------------------------------------------------------------------------
 
 
-def _slice_channels(model: nn.Module, plan: Plan, curvature: Curvature) -> None:
+def _slice_channels(model: nn.Module, plan: Plan, curvature: Curvature | None) -> None:
+    """Without curvature, the weights that stay do not make up for those that go."""
     for name, kept in plan.kept.items():
         module = model.get_submodule(name)
         if kind_of(module) is None:
-            _slice_per_channel(module, torch.tensor(kept.outputs))
+            slice_per_channel(module, torch.tensor(kept.outputs))
         elif getattr(module, "groups", 1) > 1:
             _slice_depthwise(module, kept)
+        elif curvature is not None and plan.method == BEST:
+            _slice_between(module, kept, curvature[name])
         else:
-            gradients = curvature[name].gradients if _compensates(plan) else None
+            gradients = curvature[name].gradients if curvature is not None and _compensates(plan) else None
             _slice_layer(module, kept, gradients)
 
 
@@ -123,6 +142,17 @@ def _slice_layer(module: nn.Module, kept: Kept, gradients: Tensor | None) -> Non
     set_weight(module, weight[:, inputs], bias)
 
 
+def _slice_between(module: nn.Module, kept: Kept, layer: LayerCurvature) -> None:
+    """Outputs go as they are; what reads the inputs that stay makes up for those that go."""
+    weight, bias = weight_of(module).detach(), bias_of(module)
+    if len(kept.inputs) < weight.shape[1] and layer.patch_form is not None:
+        weight = with_fewer_inputs(weight, layer, kept.inputs).to(weight)
+    else:
+        weight = weight[:, torch.tensor(kept.inputs)]
+    outputs = torch.tensor(kept.outputs)
+    set_weight(module, weight[outputs], None if bias is None else bias[outputs])
+
+
 def _slice_depthwise(module: nn.Module, kept: Kept) -> None:
     bias = bias_of(module)
     weight = module.weight
@@ -138,19 +168,6 @@ def _slice_depthwise(module: nn.Module, kept: Kept) -> None:
         module.bias = nn.Parameter(bias[outputs].clone(), bias.requires_grad)
     module.in_channels = module.groups = len(kept.inputs)  # type: ignore[assignment]
     module.out_channels = len(kept.outputs)  # type: ignore[assignment]
-
-
-def _slice_per_channel(module: nn.Module, kept: Tensor) -> None:
-    """Batch norm, instance norm and PReLU: everything they hold is per channel, but for counters."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter[kept].clone(), parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dim():
-            module._buffers[name] = buffer[kept].clone()
-    for attribute in ("num_features", "num_parameters"):
-        if hasattr(module, attribute):
-            setattr(module, attribute, len(kept))
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------

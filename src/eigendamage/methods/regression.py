@@ -159,13 +159,27 @@ def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Ten
 # --- fewer channels ---------------------------------------------------------------------------------------------------------
 
 
+def by_channel(given: Problem, channels: int) -> Problem:
+    """The same problem with all that belongs to one of ``channels`` inputs, side by side, along the shared axis."""
+    size = (channels, -1)
+    inputs = given.inputs.flatten(2).flatten(0, 1).reshape(channels, -1, channels, given.weight[0].numel() // channels)
+    return Problem(given.weight.reshape(len(given.weight), *size), inputs, given.root, given.inverse)
+
+
+def losses_by_channels(given: Problem, order: Sequence[int]) -> Float[Tensor, " own"]:
+    """The loss of reading only the first 1, 2, … channels of this order, the weights having made up for the others."""
+    return losses_by_rank(given, torch.eye(len(order), dtype=given.weight.dtype)[:, list(order)])
+
+
 def order_of_channels(given: Problem) -> list[int]:
     """Channels from the most to the least needed, where the weights of those that stay make up for those that go.
 
     OBS on the input side: the loss of channel c is ½ tr(S W_c [(A⁻¹)_cc]⁻¹ W_cᵀ), and what stays is updated.
     """
     own, shared = given.weight.shape[1:]
-    precision = torch.linalg.inv(given.inputs.reshape(own * shared, -1)).view(own, shared, own, shared)
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(given.inputs.reshape(own * shared, -1))).view(
+        own, shared, own, shared
+    )
     weight = torch.einsum("po,ogs->gps", given.root, given.weight)
     alive, gone = torch.arange(own), []
     while len(alive) > 1:
@@ -184,3 +198,16 @@ def order_of_channels(given: Problem) -> list[int]:
         precision = precision[stay][:, :, stay] - pulled.view(len(stay), shared, len(stay), shared)
         alive = alive[stay]
     return [*alive.tolist(), *reversed(gone)]
+
+
+def with_fewer_inputs(
+    weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, kept: Sequence[int]
+) -> Float[Tensor, "out kept *kernel"]:
+    """The weight on the inputs that stay, after it has made up for the others: W A_:K A_KK⁻¹."""
+    covariance = layer.patch_form
+    assert covariance is not None
+    size = (weight.shape[1], weight[0, 0].numel())
+    inputs = damped(covariance).view(*size, *size)[:, :, list(kept)]
+    moved = exact(weight).flatten(1) @ inputs.flatten(2).flatten(0, 1)
+    among_kept = inputs[list(kept)].flatten(2).flatten(0, 1)
+    return torch.linalg.solve(among_kept, moved.T).T.reshape(len(weight), len(kept), *weight.shape[2:])

@@ -11,7 +11,7 @@ from typing import Any
 
 from eigendamage.layers import LayerShape
 from eigendamage.structures import bottleneck, channels, cp, depthwise, lowrank
-from eigendamage.structures.base import Ranks, Structure
+from eigendamage.structures.base import Ranks, Structure, spread
 from eigendamage.structures.bottleneck import ROTATIONS, STAGES, merge, parts_of_bottleneck
 
 STRUCTURES: dict[str, Structure] = {
@@ -69,4 +69,5 @@ __all__ = [
     "merge",
     "params",
     "parts_of_bottleneck",
+    "spread",
 ]

@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from eigendamage.curvature import LayerCurvature
-from eigendamage.layers import LayerShape, bias_of, build_like, build_pointwise, shape_of
+from eigendamage.layers import LayerShape, bias_of, build_like, build_pointwise, shape_of, weight_of
 
 # Whole numbers, or tensors of them: costs are computed for a whole grid of ranks at once.
 Ranks = Mapping[str, Any]
 Stage = tuple[Any, int]  # weights (without bias), positions at which they are multiplied
 Grid = tuple[dict[str, Tensor], Tensor]  # ranks and the predicted loss of each
+
+# Ranks offered per axis: all of a narrow layer, evenly spread ones of a wide layer.
+GRID = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,17 @@ class Structure:
     build: Callable[[nn.Module, LayerCurvature, Ranks], nn.Module] | None = None  # None: not built from ranks alone
     fits: Callable[[LayerShape], bool] = lambda shape: True  # whether it makes sense for such a layer
     grid: Callable[[Tensor, LayerCurvature], Grid] | None = None  # options for a budget, where the structure offers any
+    sketch: Callable[[nn.Module, Ranks], nn.Module] | None = None  # what is built, with any weights: to be timed
+
+
+def spread(limit: int) -> Tensor:
+    """The ranks on offer up to this one."""
+    return torch.arange(1, limit + 1) if limit <= GRID else (torch.arange(1, GRID + 1) * limit / GRID).round().long()
+
+
+def blank(module: nn.Module, *shape: int) -> Tensor:
+    """Weights of this shape for a sketch; no zeros, in case a machine is faster with those."""
+    return weight_of(module).new_full(shape, 0.01)
 
 
 def chain(**modules: nn.Module) -> nn.Sequential:

@@ -16,20 +16,13 @@ from eigendamage.curvature import LayerCurvature
 from eigendamage.layers import LayerShape, bias_of, build_along, build_like, build_pointwise, weight_of
 from eigendamage.methods.regression import Problem, leading, losses_by_rank, losses_by_two_ranks, problem, refined, rest
 from eigendamage.structures import channels
-from eigendamage.structures.base import Grid, Ranks, Stage, Structure, chain
-
-# Ranks offered per axis: all of a narrow layer, evenly spread ones of a wide layer.
-GRID = 64
+from eigendamage.structures.base import Grid, Ranks, Stage, Structure, blank, chain, spread
 
 Shared = Callable[[LayerShape], tuple[int, ...]]
 
 
-def _spread(limit: int) -> Tensor:
-    return torch.arange(1, limit + 1) if limit <= GRID else torch.linspace(1, limit, GRID).round().long()
-
-
 def _grid(weight: Tensor, layer: LayerCurvature, shared: Shared, limit: Callable[[LayerShape], dict[str, int]]) -> Grid:
-    ranks = _spread(limit(layer.shape)["rank"])
+    ranks = spread(limit(layer.shape)["rank"])
     given = problem(weight, layer, shared(layer.shape))
     return {"rank": ranks}, losses_by_rank(given, leading(given)[:, : int(ranks[-1])])[ranks - 1]
 
@@ -74,8 +67,16 @@ def _svd_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
 
 def _build_svd(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
     first, second = _two_factors(module, layer, ranks["rank"], ())
-    kernels = first.reshape(-1, *weight_of(module).shape[1:])
-    return chain(first=build_like(module, kernels, None), second=build_pointwise(module, second.flatten(1), bias_of(module)))
+    return _svd_of(module, first.reshape(-1, *weight_of(module).shape[1:]), second.flatten(1))
+
+
+def _sketch_svd(module: nn.Module, ranks: Ranks) -> nn.Module:
+    outputs, *kernel = weight_of(module).shape
+    return _svd_of(module, blank(module, ranks["rank"], *kernel), blank(module, outputs, ranks["rank"]))
+
+
+def _svd_of(module: nn.Module, first: Tensor, second: Tensor) -> nn.Module:
+    return chain(first=build_like(module, first, None), second=build_pointwise(module, second, bias_of(module)))
 
 
 # --- 1×1, kernel, 1×1 (Tucker-2), without a first or last stage that has full rank ------------------------------------------
@@ -95,7 +96,7 @@ def _whole_kernel(shape: LayerShape) -> tuple[int, ...]:
 
 def _tucker_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
     given = problem(weight, layer, _whole_kernel(layer.shape))
-    inputs, outputs = _spread(weight.shape[1]), _spread(weight.shape[0])
+    inputs, outputs = spread(weight.shape[1]), spread(weight.shape[0])
     losses = losses_by_two_ranks(given, leading(given), inputs.tolist())[:, outputs - 1].flatten()
     pairs = torch.cartesian_prod(inputs, outputs).view(-1, 2)
     offered = (pairs != torch.tensor([weight.shape[1], weight.shape[0]])).any(1)  # full ranks are the dense layer
@@ -105,19 +106,30 @@ def _tucker_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
 def _build_tucker(module: nn.Module, layer: LayerCurvature, ranks: Ranks) -> nn.Module:
     given = problem(weight_of(module), layer, _whole_kernel(layer.shape))
     first, core, last = _tucker(given, ranks["in"], ranks["out"])
-    stages: dict[str, nn.Module] = {}
     if ranks["in"] < layer.shape.inputs:
         # Outer stages have orthonormal rows or columns, for the sake of fine-tuning.
         first, scale = torch.linalg.qr(first)
         core = torch.einsum("cb,abs->acs", scale, core)
-        stages["reduce"] = build_pointwise(module, first.T, None)
-    expanded = ranks["out"] < layer.shape.outputs
-    if expanded:
+    if ranks["out"] < layer.shape.outputs:
         last, scale = torch.linalg.qr(last)
         core = torch.einsum("ca,abs->cbs", scale, core)
     else:
         core = torch.einsum("oa,abs->obs", last, core)
-    core = core.reshape(*core.shape[:2], *layer.shape.kernel)
+    return _tucker_of(module, first, core.reshape(*core.shape[:2], *layer.shape.kernel), last)
+
+
+def _sketch_tucker(module: nn.Module, ranks: Ranks) -> nn.Module:
+    outputs, inputs, *kernel = weight_of(module).shape
+    sizes = (inputs, ranks["in"]), (ranks["out"], ranks["in"], *kernel), (outputs, ranks["out"])
+    return _tucker_of(module, *(blank(module, *size) for size in sizes))
+
+
+def _tucker_of(module: nn.Module, first: Tensor, core: Tensor, last: Tensor) -> nn.Module:
+    """The stages of these factors; an outer one that is square is part of the core already."""
+    stages: dict[str, nn.Module] = {}
+    if first.shape[1] < len(first):
+        stages["reduce"] = build_pointwise(module, first.T, None)
+    expanded = last.shape[1] < len(last)
     stages["core"] = build_like(module, core, None if expanded else bias_of(module))
     if expanded:
         stages["expand"] = build_pointwise(module, last, bias_of(module))
@@ -161,12 +173,22 @@ def _separable_grid(weight: Tensor, layer: LayerCurvature, first: int) -> Grid:
 
 def _build_separable(module: nn.Module, layer: LayerCurvature, ranks: Ranks, first: int) -> nn.Module:
     before, after = _two_factors(module, layer, ranks["rank"], (1 - first,))
-    before = before.reshape(ranks["rank"], layer.shape.inputs, -1)
+    return _separable_of(module, before.reshape(ranks["rank"], layer.shape.inputs, -1), after, first)
+
+
+def _sketch_separable(module: nn.Module, ranks: Ranks, first: int) -> nn.Module:
+    outputs, inputs, *kernel = weight_of(module).shape
+    sizes = (ranks["rank"], inputs, kernel[first]), (outputs, ranks["rank"], kernel[1 - first])
+    before, after = (blank(module, *size) for size in sizes)
+    return _separable_of(module, before, after, first)
+
+
+def _separable_of(module: nn.Module, before: Tensor, after: Tensor, first: int) -> nn.Module:
     return chain(first=build_along(module, before, None, first), second=build_along(module, after, bias_of(module), 1 - first))
 
 
-SVD = Structure(_svd_limits, _svd_stages, _build_svd, grid=_svd_grid)
-TUCKER = Structure(channels.limits, _tucker_stages, _build_tucker, fits=lambda shape: shape.taps > 1, grid=_tucker_grid)
+SVD = Structure(_svd_limits, _svd_stages, _build_svd, grid=_svd_grid, sketch=_sketch_svd)
+TUCKER = Structure(channels.limits, _tucker_stages, _build_tucker, lambda shape: shape.taps > 1, _tucker_grid, _sketch_tucker)
 ROWS_COLUMNS, COLUMNS_ROWS = (
     Structure(
         partial(_separable_limits, first=first),
@@ -174,6 +196,7 @@ ROWS_COLUMNS, COLUMNS_ROWS = (
         partial(_build_separable, first=first),
         fits=_separable_fits,
         grid=partial(_separable_grid, first=first),
+        sketch=partial(_sketch_separable, first=first),
     )
     for first in (0, 1)
 )
