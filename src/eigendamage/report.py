@@ -131,17 +131,14 @@ def _figure(figure: Figure) -> str:
 
 
 def _table(table: TableData) -> str:
-    numeric = _numeric_columns(table)
-
     def cell(number: int, column: int, content: Cell) -> str:
         text = escaped(cell_text(content))
         text = f"<strong>{text}</strong>" if (number, column) in table.bold else text
-        kind = ' class="number"' if numeric[column] else ""
-        return f"<td{kind}>{text}</td>" if column else f'<th scope="row">{text}</th>'
+        return f"<td{kinds[column]}>{text}</td>" if column else f'<th scope="row"><div>{text}</div></th>'
 
+    kinds = [' class="number"' if numeric else "" for numeric in _numeric_columns(table)]
     header = "".join(
-        f'<th scope="col"{" class=number" if right else ""}>{escaped(text)}</th>'
-        for text, right in zip(table.header, numeric, strict=True)
+        f'<th scope="col"{kind}><div>{escaped(text)}</div></th>' for text, kind in zip(table.header, kinds, strict=True)
     )
     rows = "\n".join(
         "<tr>" + "".join(cell(number, column, content) for column, content in enumerate(row)) + "</tr>"

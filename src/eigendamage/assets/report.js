@@ -102,7 +102,12 @@
     picture.addEventListener("pointerdown", move);
     picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
     document.addEventListener("pointerdown", (event) => { if (current && !holder.contains(event.target)) hide(); });
-    addEventListener("scroll", () => { if (current) hide(); }, { passive: true });
+    addEventListener("scroll", () => {
+      if (!current) return;
+      const { top, bottom } = ring.getBoundingClientRect();
+      if (bottom < 0 || top > innerHeight) hide();
+      else current.panel ? showCell(current.panel, current.row, current.column) : show(current);
+    }, { passive: true });
 
     const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     function stepPoint(along, across) {
@@ -164,7 +169,7 @@
     const button = document.createElement("button");
     button.textContent = "Copy";
     block.classList.add("copying");
-    block.append(button);
+    block.prepend(button);
     button.addEventListener("click", async () => {
       try {
         await navigator.clipboard.writeText(block.querySelector("code").textContent);

@@ -91,7 +91,7 @@ def _series(figure: Figure, place: int, rows: Rows, embedded: bool) -> str:
         drawn.append(_bar(rows.start, end, y, rows.thick, colour_of(style_of(series, place))))
         drawn += _whisker(series, at, rows, y + rows.thick / 2)
         if len(figure.series) == 1:
-            text = value_text(value, figure.percent_y)
+            text = value_text(value, figure.percent_y, digits=3)
             drawn.append(label(_furthest(series, at, rows, end) + 6, y + rows.thick / 2 + 4, text, 11))
         said = span_text(series, at, figure.percent_y)
         hovers.append(Hover(end, y + rows.thick / 2, figure.categories[int(row)], said))

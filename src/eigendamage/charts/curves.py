@@ -25,8 +25,8 @@ from eigendamage.charts.drawing import (
 from eigendamage.charts.scales import Scale, fitting, scale_for, span_text, value_text
 from eigendamage.figures import Figure, Number, Series
 
-# Above so many points only every so many carries a marker.
-MARKERS_AT_MOST = 26
+# Where points lie closer together, only every so many carries a marker.
+BETWEEN_MARKERS = 30.0
 Spot: TypeAlias = tuple[float, float]
 
 
@@ -107,7 +107,7 @@ def _curve(series: Series, style: int, plane: Plane) -> list[str]:
     if line := "".join(_path(run) for run in runs if len(run) > 1):
         dash: dict[str, str | float] = {"stroke_dasharray": "6 5"} if series.dashed else {}
         parts.append(element("path", d=line, fill="none", stroke=colour, stroke_width=2.2, stroke_linejoin="round", **dash))
-    every = -(-len(spots) // MARKERS_AT_MOST)
+    every = max(1, round(len(spots) * BETWEEN_MARKERS / (plane.right - plane.left)))
     alone = {run[0] for run in runs if len(run) == 1}  # no line shows it
     # Each series starts somewhere else, so that curves which coincide show several markers.
     seen = [spot for at, spot in enumerate(spots) if spot is not None and (at % every == style % every or spot in alone)]

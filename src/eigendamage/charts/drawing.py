@@ -159,13 +159,14 @@ def legend(all_series: Sequence[Series], room: Room, bars: bool) -> Drawn:
     parts, at, y, size, row = [], room.left, room.top, 13.0, 26.0
     for place, series in enumerate(all_series):
         style = style_of(series, place)
-        short = shortened(series.label, room.width - 44, size)
-        width = 48 + text_width(short, size)
+        indent = 22 if bars else 34
+        short = shortened(series.label, room.width - indent - 10, size)
+        width = indent + 14 + text_width(short, size)
         if at > room.left and at + width > room.right + 12:
             at, y = room.left, y + row
-        hit = element("rect", width=width - 6, height=row, y=-row / 2, fill="transparent", rx=5, class_="hit")
+        hit = element("rect", x=-6, width=width, height=row, y=-row / 2, fill="transparent", rx=5, class_="hit")
         sample = _bar_sample(style) if bars else _line_sample(style, series.dashed)
-        name = label(34, 4.5, short, size) + (element("title", escaped(series.label)) if short != series.label else "")
+        name = label(indent, 4.5, short, size) + (element("title", escaped(series.label)) if short != series.label else "")
         spot = f"translate({number(at)} {number(y + row / 2)})"
         parts.append(element("g", hit + sample + name, class_="key", data_series=str(place), transform=spot))
         at += width
@@ -180,5 +181,5 @@ def _line_sample(style: int, dashed: bool) -> str:
 
 
 def _bar_sample(style: int) -> str:
-    box = element("rect", x=12, y=-7, width=15, height=14, rx=2.5, fill=colour_of(style))
+    box = element("rect", x=0, y=-7, width=15, height=14, rx=2.5, fill=colour_of(style))
     return element("g", box, class_=style_class(style))

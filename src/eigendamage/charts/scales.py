@@ -148,13 +148,14 @@ def _scientific(value: float) -> str:
     return ten if mantissa == "1" else f"{mantissa}×{ten}"
 
 
-def value_text(value: float, percent: bool = False) -> str:
+def value_text(value: float, percent: bool = False, digits: int = 4) -> str:
     """One value as a tooltip shows it."""
     if percent:
-        return f"{100 * value:.4g}%".replace("-", "−")
+        return f"{100 * value:.{digits}g}%".replace("-", "−")
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
         return _scientific(value)
-    return f"{value:,.4f}".rstrip("0").rstrip(".").replace("-", "−") if abs(value) >= 1000 else f"{value:.4g}".replace("-", "−")
+    text = f"{value:,.2f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{value:.{digits}g}"
+    return text.replace("-", "−")
 
 
 def span_text(series: Series, at: int, percent: bool = False) -> str:
