@@ -78,9 +78,8 @@ def browser() -> Iterator[Browser]:
     assert CHROMIUM and DRIVER
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"
-        driver = subprocess.Popen(
-            [DRIVER, "--port=0", f"--log-path={folder}/driver"], stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
+        with log.open("w") as output:
+            driver = subprocess.Popen([DRIVER, "--port=0"], stdout=output, stderr=subprocess.STDOUT)
         try:
             address = f"http://127.0.0.1:{_port(log)}/session"
             options = {"binary": CHROMIUM, "args": [*SWITCHES, f"--user-data-dir={folder}/profile"]}

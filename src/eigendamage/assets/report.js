@@ -2,6 +2,7 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const tip = document.getElementById("tip");
+  let owner = null; // the chart that the tip speaks for
 
   // Texts come from users: they are set as text, never as HTML.
   function say(name, lines, x, y) {
@@ -17,7 +18,7 @@
 
   function chart(holder) {
     const picture = holder.querySelector("svg");
-    const groups = [...picture.querySelectorAll("g.series")];
+    const groups = [...picture.querySelectorAll("g.series")].sort((a, b) => a.dataset.series - b.dataset.series);
     const panels = [...picture.querySelectorAll("g.panel")].map((panel) => ({
       name: panel.dataset.label,
       box: JSON.parse(panel.dataset.box),
@@ -43,12 +44,12 @@
     }
     function hide() {
       current = null;
-      tip.hidden = true;
+      if (owner === holder) tip.hidden = true;
       ring.style.display = "none";
       focus(null);
     }
     function show(point) {
-      current = point;
+      [current, owner] = [point, holder];
       ring.setAttribute("cx", point.x);
       ring.setAttribute("cy", point.y);
       ring.style.display = "";
@@ -60,7 +61,7 @@
       const [left, top, width, height] = panel.box;
       const wide = width / panel.cells[0].length;
       const tall = height / panel.cells.length;
-      current = { panel, row, column };
+      [current, owner] = [{ panel, row, column }, holder];
       const place = { x: left + column * wide, y: top + row * tall, width: wide, height: tall };
       for (const [key, value] of Object.entries(place)) ring.setAttribute(key, value);
       ring.style.display = "";
