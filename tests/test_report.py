@@ -184,7 +184,7 @@ def test_any_matrix_can_be_drawn(values: list[list[float | int | None]], log: bo
     picture = ElementTree.fromstring(svg(figure, embedded=True))
     (panel,) = (g for g in picture.iter(f"{SPACE}g") if g.get("class") == "panel")
     cells = json.loads(panel.get("data-cells", ""))
-    shown = [v is not None and not math.isnan(v) and (not log or v > 0) for row in values for v in row]
+    shown = [v is not None and not math.isnan(v) and (not log or v > 1e-290) for row in values for v in row]
     assert [text != "–" for row in cells for text in row] == shown
     lengths = [int(length) for path in panel.iter(f"{SPACE}path") for length in re.findall(r"h(\d+)", path.get("d", ""))]
     assert sum(lengths) == sum(shown)
@@ -271,6 +271,16 @@ def test_tables_of_a_page() -> None:
     assert '<td class="number">0.9346</td>' in text
     assert text.count('<td class="number">–</td>') == 20
     assert "<nav" not in text
+
+
+@pytest.mark.parametrize("cell", ["93.4 ± 0.1", "3.58e-07", "1.18M → 484k", "67.3%", "1.2×", "12 ms", "-1", "20/32", "–"])
+def test_numbers_are_aligned_to_the_right(cell: str) -> None:
+    assert markdown(TableData("", ["a", "b"], [["x", cell]])).splitlines()[1] == "| :--- | ---: |"
+
+
+@pytest.mark.parametrize("cell", ["resnet20", "in 1/1, out 20/32", "CIFAR-10", "3 stages", "e", ""])
+def test_texts_are_aligned_to_the_left(cell: str) -> None:
+    assert markdown(TableData("", ["a", "b"], [["1", cell]])).splitlines()[1] == "| :--- | :--- |"
 
 
 def test_a_page_refers_to_nothing_outside() -> None:

@@ -16,8 +16,10 @@ from eigendamage.files import write_text
 DASH = "–"
 # The browser itself holds the page to it: nothing from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# A number, with whatever stands around numbers in tables: such columns are aligned to the right.
-NUMERIC = re.compile(r"[-−+±~≤≥<>×x/\s\d.,:%()→–]*\d?[kMGT]?[-−+±~×x/\s\d.,:%()→kMGTB–]*(ms|s|h)?")
+# Numbers with their signs, units and what else stands around them: such columns are aligned to the right.
+NUMERIC = re.compile(r"([-−+±~≤≥<>×→\s.,:;%()/–]|\d(e[-+]\d|[kMGT]?B?\b| ?(ms|s|h|x)\b)?)*")
+# Texts longer than this, in letters, may take several lines.
+LONG = 24
 
 
 def page(title: str, summary: str, sections: Sequence[Section]) -> str:
@@ -94,10 +96,10 @@ def cell_text(cell: Cell) -> str:
 
 
 def _numeric_columns(table: TableData) -> list[bool]:
+    """The first column is of names, whatever they look like."""
     columns = [[cell_text(row[column]) for row in table.rows] for column in range(len(table.header))]
-    return [
-        bool(number) and bool(texts) and all(NUMERIC.fullmatch(text) for text in texts) for number, texts in enumerate(columns)
-    ]
+    found = [all(NUMERIC.fullmatch(text) for text in texts) and any(texts) for texts in columns]
+    return [False, *found[1:]]
 
 
 def _section(section: Section, number: int) -> str:
@@ -131,14 +133,17 @@ def _figure(figure: Figure) -> str:
 
 
 def _table(table: TableData) -> str:
-    def cell(number: int, column: int, content: Cell) -> str:
-        text = escaped(cell_text(content))
-        text = f"<strong>{text}</strong>" if (number, column) in table.bold else text
-        return f"<td{kinds[column]}>{text}</td>" if column else f'<th scope="row"><div>{text}</div></th>'
+    numeric = _numeric_columns(table)
 
-    kinds = [' class="number"' if numeric else "" for numeric in _numeric_columns(table)]
+    def cell(number: int, column: int, content: Cell) -> str:
+        plain = cell_text(content)
+        text = f"<strong>{escaped(plain)}</strong>" if (number, column) in table.bold else escaped(plain)
+        kind = ' class="number"' if numeric[column] else ' class="text"' if len(plain) > LONG else ""
+        return f"<td{kind}>{text}</td>" if column else f'<th scope="row"><div>{text}</div></th>'
+
     header = "".join(
-        f'<th scope="col"{kind}><div>{escaped(text)}</div></th>' for text, kind in zip(table.header, kinds, strict=True)
+        f'<th scope="col"{" class=number" if right else ""}><div>{escaped(text)}</div></th>'
+        for text, right in zip(table.header, numeric, strict=True)
     )
     rows = "\n".join(
         "<tr>" + "".join(cell(number, column, content) for column, content in enumerate(row)) + "</tr>"

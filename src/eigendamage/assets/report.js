@@ -183,6 +183,13 @@
     });
   }
 
+  // Tables that go on to the right fade there.
+  function fading(table) {
+    const mark = () => table.classList.toggle("more", table.scrollLeft + table.clientWidth < table.scrollWidth - 4);
+    table.addEventListener("scroll", mark, { passive: true });
+    new ResizeObserver(mark).observe(table);
+  }
+
   function following() {
     const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
     const sections = [...document.querySelectorAll("section")];
@@ -202,5 +209,6 @@
 
   document.querySelectorAll("figure .wide, figure .narrow").forEach(chart);
   document.querySelectorAll(".code").forEach(copying);
+  document.querySelectorAll(".scroll").forEach(fading);
   following();
 })();

@@ -66,7 +66,7 @@ def bars(figure: Figure, room: Room, embedded: bool) -> Drawn:
     parts += [_series(figure, place, rows, embedded) for place in range(len(figure.series))]
     parts.append(element("path", d=_upright(rows.start, rows.top, bottom), **tint(SOFT, "stroke")))
     parts.append(label((rows.left + rows.right) / 2, bottom + 40, figure.y_label, 13, anchor="middle", colour=SOFT))
-    return parts, bottom + 48
+    return parts, bottom + 44
 
 
 def _rows(figure: Figure, room: Room, names: Sequence[str]) -> Rows:
@@ -76,7 +76,7 @@ def _rows(figure: Figure, room: Room, names: Sequence[str]) -> Rows:
     right = room.right - (58 if count == 1 else 14)
     values = [v for series in figure.series for some in (series.y, series.low or (), series.high or ()) for v in some]
     scale = fitting(values, right - left, log=figure.log_y, percent=figure.percent_y, most=5 if room.narrow else 9, zero=True)
-    return Rows(scale, left, right, room.top + 30, thick, max(count * thick, 12.0) + GAP)
+    return Rows(scale, left, right, room.top + (30 if figure.x_label else 6), thick, max(count * thick, 12.0) + GAP)
 
 
 def _series(figure: Figure, place: int, rows: Rows, embedded: bool) -> str:

@@ -57,7 +57,7 @@ def curves(figure: Figure, room: Room, embedded: bool) -> Drawn:
     for place, series in reversed(list(enumerate(figure.series))):
         hovers = _hovers(figure, series, plane) if embedded else None
         parts.append(series_group(_curve(series, style_of(series, place), plane), place, series, hovers))
-    return parts, plane.bottom + 50
+    return parts, plane.bottom + 46
 
 
 def _plane(figure: Figure, room: Room) -> Plane:

@@ -24,7 +24,7 @@ class Scale:
 
     def share(self, value: Number) -> Real | None:
         """How far along the axis: 0 at the first tick, 1 at the last."""
-        if value is None or not known(value) or (self.log and value <= 0):
+        if value is None or not _shown(value, self.log):
             return None
         low, high, value = (math.log10(v) if self.log else float(v) for v in (self.ticks[0], self.ticks[-1], value))
         return (value - low) / (high - low)
@@ -42,11 +42,16 @@ def scale_for(
     values: Sequence[Number], *, log: bool = False, percent: bool = False, about: int = 6, zero: bool = False
 ) -> Scale:
     """A scale that shows all of ``values``, with about so many ticks; from zero on if bars stand on it."""
-    shown = [float(v) for v in values if v is not None and known(v) and (not log or v > 0)]
+    shown = [float(v) for v in values if v is not None and _shown(v, log)]
     if zero and not log:
         shown.append(0.0)
     low, high = (min(shown), max(shown)) if shown else (1.0, 10.0) if log else (0.0, 1.0)
     return Scale(tuple(log_ticks(low, high, about) if log else nice_ticks(low, high, about)), log, percent)
+
+
+def _shown(value: Real, log: bool) -> bool:
+    """Powers of ten at the very ends of what floats can hold would make ticks beyond."""
+    return known(value) and abs(value) < 1e290 and (not log or value > 1e-290)
 
 
 def fitting(
