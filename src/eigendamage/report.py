@@ -129,7 +129,11 @@ def _figure(figure: Figure) -> str:
         f'<div class="{kind}" tabindex="0" role="group" aria-label="{escaped(figure.title)}">{drawing}</div>'
         for kind, drawing in (("wide", svg(figure, embedded=True)), ("narrow", svg(figure, NARROW, embedded=True)))
     ]
-    return f"<figure>\n<h3>{escaped(figure.title)}</h3>\n" + "\n".join(drawings) + f"\n{caption}</figure>"
+    return f"<figure>\n{_heading(figure.title)}\n" + "\n".join(drawings) + f"\n{caption}</figure>"
+
+
+def _heading(title: str) -> str:
+    return f"<h3>{escaped(title)}</h3>" if title else ""
 
 
 def _table(table: TableData) -> str:
@@ -152,7 +156,7 @@ def _table(table: TableData) -> str:
     name = escaped(table.title)
     note = f'<p class="note">{escaped(table.note)}</p>' if table.note else ""
     return f"""<div class="table">
-<h3>{name}</h3>
+{_heading(table.title)}
 <div class="scroll" tabindex="0" role="region" aria-label="{name}">
 <table>
 <thead><tr>{header}</tr></thead>
