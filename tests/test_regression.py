@@ -95,7 +95,7 @@ def test_the_loss_by_rank_is_that_of_the_best_rest(shared: tuple[int, ...]) -> N
 def test_the_loss_by_two_ranks_is_that_of_the_best_third_stage() -> None:
     module, layer, metric = case()
     given_problem = problem(weight_of(module), layer, (0, 1))
-    basis = leading(given_problem)
+    basis = leading(given_problem, given_problem.weight.shape[1])
     table = losses_by_two_ranks(given_problem, basis, [1, 2, 3])
     for inputs, outputs in itertools.product((1, 2, 3), (1, 3, 5)):
         last, core = rest(given_problem, basis[:, :inputs], outputs)
@@ -110,7 +110,7 @@ def test_losses_fall_with_the_rank_and_vanish_at_the_last(
     torch.manual_seed(seed)
     module, layer, _ = case(inputs, outputs, (size, 2))
     given_problem = problem(weight_of(module), layer, SHARED[structure])
-    losses = losses_by_rank(given_problem, leading(given_problem)).tolist()
+    losses = losses_by_rank(given_problem, leading(given_problem, given_problem.weight.shape[1])).tolist()
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(losses))
     assert losses[-1] < 1e-9 * given_problem.energy + 1e-12
 
@@ -121,7 +121,7 @@ def test_refining_never_makes_it_worse_and_is_worth_something() -> None:
         torch.manual_seed(seed)
         module, layer, metric = case(6, 6, (3, 3))
         given_problem = problem(weight_of(module), layer, (0, 1))
-        basis = leading(given_problem)[:, :3]
+        basis = leading(given_problem, 3)
         first, core, last = refined(given_problem, basis, 6)
         weight = torch.einsum("oa,abs,gb->ogs", last, core, first).view_as(module.weight)
         before, after = losses_by_rank(given_problem, basis)[-1], loss(metric, weight - module.weight.detach())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -38,15 +39,20 @@ class Problem:
     root: Float[Tensor, "out out"]  # S^½
     inverse: Float[Tensor, "out out"]  # S^-½
 
-    @property
+    @cached_property
     def moved(self) -> Float[Tensor, "out own shared"]:
         """S^½ W A."""
         return torch.einsum("po,ogs,gshu->phu", self.root, self.weight, self.inputs)
 
-    @property
+    @cached_property
     def energy(self) -> float:
         """tr(S W A Wᵀ): twice the loss of a layer that is gone."""
         return float((self.moved * torch.einsum("po,ogs->pgs", self.root, self.weight)).sum())
+
+    @cached_property
+    def by_shared(self) -> Float[Tensor, "shared own shared own"]:
+        """A in the order in which conjugate gradients multiply with it."""
+        return self.inputs.permute(1, 0, 3, 2).contiguous()
 
 
 def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, shared: Sequence[int]) -> Problem:
@@ -108,12 +114,13 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
 # --- the first stage --------------------------------------------------------------------------------------------------------
 
 
-def leading(given: Problem) -> Float[Tensor, "own own"]:
+def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
     """A first stage whose leading columns are good for every rank: those of the whitened weight, its shared axes apart."""
     covariance = torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2]
-    root, inverse = roots(covariance)
-    white = torch.einsum("po,ogs,gh->hps", given.root, given.weight, root).flatten(1)
-    return inverse @ torch.linalg.eigh(white @ white.T).eigenvectors.flip(1)
+    root = torch.linalg.cholesky(covariance)
+    white = root.T @ torch.einsum("po,ogs->gps", given.root, given.weight).flatten(1)
+    columns = torch.linalg.svd(white, full_matrices=count > white.shape[1]).U[:, :count]
+    return torch.linalg.solve_triangular(root.T, columns, upper=True)
 
 
 def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,10 +148,11 @@ def _loss(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> float:
 def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Tensor:
     """Conjugate gradients, from ``first``, for the V of least loss with these later stages."""
     behind = torch.einsum("po,oa,abs->pbs", given.root, last, core)
+    # For each shared s, what turns A (V ⊗ I) into the gradient of V.
+    turned = torch.einsum("pbu,pcs->subc", behind, behind).flatten(1, 2)
 
     def applied(v: Tensor) -> Tensor:
-        seen = torch.einsum("gshu,hb->gsbu", given.inputs, v)
-        return torch.einsum("gsp,pbs->gb", torch.einsum("gsbu,pbu->gsp", seen, behind), behind)
+        return torch.bmm((given.by_shared @ v).flatten(2), turned).sum(0)
 
     residual = torch.einsum("pgs,pbs->gb", given.moved, behind) - applied(first)
     direction, size = residual, float(residual.square().sum())

@@ -24,13 +24,13 @@ Shared = Callable[[LayerShape], tuple[int, ...]]
 def _grid(weight: Tensor, layer: LayerCurvature, shared: Shared, limit: Callable[[LayerShape], dict[str, int]]) -> Grid:
     ranks = spread(limit(layer.shape)["rank"])
     given = problem(weight, layer, shared(layer.shape))
-    return {"rank": ranks}, losses_by_rank(given, leading(given)[:, : int(ranks[-1])])[ranks - 1]
+    return {"rank": ranks}, losses_by_rank(given, leading(given, int(ranks[-1])))[ranks - 1]
 
 
 def _two_factors(module: nn.Module, layer: LayerCurvature, rank: int, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """``[rank, own]`` and ``[out, rank, shared]``, balanced."""
     given = problem(weight_of(module), layer, shared)
-    first, core, last = refined(given, leading(given)[:, :rank], len(given.weight))
+    first, core, last = refined(given, leading(given, rank), len(given.weight))
     behind = torch.einsum("oa,abs->osb", last, core)
     left, right = balanced(behind.flatten(0, 1), first.T)
     return right, left.reshape(behind.shape).transpose(1, 2)
@@ -97,7 +97,7 @@ def _whole_kernel(shape: LayerShape) -> tuple[int, ...]:
 def _tucker_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
     given = problem(weight, layer, _whole_kernel(layer.shape))
     inputs, outputs = spread(weight.shape[1]), spread(weight.shape[0])
-    losses = losses_by_two_ranks(given, leading(given), inputs.tolist())[:, outputs - 1].flatten()
+    losses = losses_by_two_ranks(given, leading(given, weight.shape[1]), inputs.tolist())[:, outputs - 1].flatten()
     pairs = torch.cartesian_prod(inputs, outputs).view(-1, 2)
     offered = (pairs != torch.tensor([weight.shape[1], weight.shape[0]])).any(1)  # full ranks are the dense layer
     return {"in": pairs[offered, 0], "out": pairs[offered, 1]}, losses[offered]
@@ -142,7 +142,7 @@ def _tucker(given: Problem, inputs: int, outputs: int) -> tuple[Tensor, Tensor, 
         first = torch.eye(own, dtype=given.weight.dtype)
         last, core = rest(given, first, outputs)
         return first, core, last
-    return refined(given, leading(given)[:, :inputs], outputs)
+    return refined(given, leading(given, inputs), outputs)
 
 
 # --- one axis after the other: k×1, then 1×k, or the other way round --------------------------------------------------------
