@@ -42,7 +42,7 @@ def finetune(
     weight_decay: float = 1e-4,
     schedule: str = "steps",
     optimizer: str = "sgd",
-    warmup: float = 0,
+    warmup: int | float = 0,
     teacher: nn.Module | None = None,
     distill: float = 0.5,
     temperature: float = 2.0,
@@ -163,7 +163,7 @@ def _epoch(
     return Epoch(number + 1, loss / seen, first_rate)
 
 
-def _rates(schedule: str, start: float, epoch: int, epochs: int, warmup: float, batches: Iterable[Any]) -> Iterator[float]:
+def _rates(schedule: str, start: float, epoch: int, epochs: int, warmup: int | float, batches: Iterable[Any]) -> Iterator[float]:
     """The learning rate of every batch of an epoch."""
     if schedule == "steps" and not warmup:
         while True:
@@ -208,7 +208,7 @@ def _path_of(checkpoint: str | os.PathLike[str] | None) -> Path | None:
     return path
 
 
-def _check(epochs: int, learning_rate: float, schedule: str, batches: Iterable[Any], warmup: float) -> None:
+def _check(epochs: int, learning_rate: float, schedule: str, batches: Iterable[Any], warmup: int | float) -> None:
     require_whole("epochs", epochs, least=0)
     require_number("learning_rate", learning_rate, "above 0", lambda x: x > 0)
     require_choice("schedule", schedule, ("steps", "cosine"))

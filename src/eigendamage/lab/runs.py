@@ -35,7 +35,7 @@ class Training:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     schedule: str = "steps"
-    warmup: float = 0.0  # in epochs
+    warmup: int | float = 0  # in epochs
     optimizer: str = "sgd"
     l1: float = 0.0  # on the scales of batch norm, for Slimming
     precision: str = "float32"
