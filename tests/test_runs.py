@@ -249,10 +249,29 @@ def test_l1_needs_batch_norm(tmp_path: Path) -> None:
         train(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), data(), TRAINING, tmp_path, progress=False)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_an_accelerator(tmp_path: Path) -> None:
+    model, here = network().cuda(), data()
+    for ours, theirs in zip(
+        here.train.batches(8, shuffle=True, augment=True),
+        here.to("cuda").train.batches(8, shuffle=True, augment=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(theirs[0].cpu(), ours[0])
+        assert theirs[0].is_cuda and torch.equal(theirs[1].cpu(), ours[1])
+    training = replace(TRAINING, precision="bfloat16", channels_last=True)
+    state = torch.cuda.get_rng_state()
+    metrics = train(model, here, training, tmp_path, progress=False)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    again = network(1).cuda()
+    assert train(again, here, training, tmp_path, progress=False) == metrics and same(model, again)
+
+
 # --- several processes ------------------------------------------------------------------------------------------------------
 
 PROCESSES = 2
-TOGETHER = replace(TRAINING, epochs=2)
+TOGETHER = replace(TRAINING, epochs=2, channels_last=True)
 
 
 def still() -> nn.Module:
