@@ -28,10 +28,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], content: dic
         FileNotFoundError: The folder of ``path`` does not exist.
         TypeError: A tensor is of a type that safetensors cannot hold, or ``content`` is not JSON data.
     """
-    require("path", path, str | os.PathLike, "the name of a file")
-    path = Path(path).resolve()
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    path = _target(path)
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     text = json.dumps(content)
     metadata = {"eigendamage": str(VERSION), "kind": kind, "content": text, "sha256": _digest(plain, str(VERSION), kind, text)}
@@ -40,6 +37,17 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], content: dic
             save_file(plain, temporary, metadata)
         except KeyError as error:
             raise TypeError(f"{path} cannot be written: safetensors cannot hold {error} tensors") from None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8: the whole file or, when anything fails, nothing.
+
+    Raises:
+        FileNotFoundError: The folder of ``path`` does not exist.
+    """
+    path = _target(path)
+    with _replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -67,6 +75,14 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     if metadata.get("sha256") != _digest(tensors, version, found, text):
         raise ValueError(f"{path} is damaged: its checksum does not match its content")
     return tensors, json.loads(text)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    require("path", path, str | os.PathLike, "the name of a file")
+    path = Path(path).resolve()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    return path
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

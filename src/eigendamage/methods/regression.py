@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from eigendamage.curvature import LayerCurvature
 from eigendamage.linalg import damped, exact, roots
@@ -98,6 +99,8 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
     """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
     explained, factor = _features(given, first)
     u, s, v = torch.linalg.svd(explained, full_matrices=False)
+    missing = max(outputs - len(s), 0)  # more outputs than there are features: the others are zero
+    u, s, v = F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
     core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
     return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
 
