@@ -164,11 +164,13 @@ def test_a_run_stopped_in_the_middle_of_an_epoch_comes_to_the_same_end(
     with pytest.raises(Stopped):
         train(stopped_in(batch), data(), TRAINING, tmp_path, progress=False)
     assert not (tmp_path / "model.safetensors").exists()
+    (tmp_path / ".0123.tmp").touch()  # as a process leaves that is killed while it writes
     assert len(metrics_in(tmp_path)) == (batch - 1) // 4
     torch.manual_seed(99)
     model = network()
     metrics = train(model, data(), TRAINING, tmp_path, progress=False)
     assert same(model, whole[0]) and without_times(metrics) == without_times(whole[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl", "model.safetensors"]
 
 
 @pytest.mark.parametrize("function", ["finetune.checkpoints.write", "lab.runs.save"])

@@ -52,6 +52,9 @@ def _parameters(model: nn.Module) -> int:
 
 
 def prepare(folder: Path, configuration: dict[str, Any], resume: bool) -> None:
+    """See that the folder is this run's, new or to go on with. Raises ValueError if it holds another."""
+    for leftover in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+        leftover.unlink(missing_ok=True)
     path = folder / CONFIG
     if resume and path.is_file():
         try:
