@@ -164,7 +164,7 @@ def test_a_run_stopped_in_the_middle_of_an_epoch_comes_to_the_same_end(
     with pytest.raises(Stopped):
         train(stopped_in(batch), data(), TRAINING, tmp_path, progress=False)
     assert not (tmp_path / "model.safetensors").exists()
-    (tmp_path / ".0123.tmp").touch()  # as a process leaves that is killed while it writes
+    (tmp_path / ".0123456789abcdef.tmp").touch()  # as a process leaves that is killed while it writes
     assert len(metrics_in(tmp_path)) == (batch - 1) // 4
     torch.manual_seed(99)
     model = network()
@@ -219,6 +219,14 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parameters is 201 there and \d+ here"):
         train(wider, data(), replace(TRAINING, epochs=1), tmp_path, progress=False)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match=r"has a model\.safetensors but no config\.json, so it is no run's folder"):
+        train(network(), data(), TRAINING, tmp_path, resume=resume, progress=False)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 # --- what it is trained with ------------------------------------------------------------------------------------------------
