@@ -17,7 +17,9 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 ORDER = [
     "checks",
     "layers",
+    "streams",
     "passes",
+    "processes",
     "linalg",
     "files",
     "text",
@@ -35,6 +37,7 @@ ORDER = [
     "batches",
     "methods",
     "observing",
+    "reading",
     "selection",
     "structures",
     "timing",
@@ -48,6 +51,9 @@ ORDER = [
     "measuring",
     "planning",
     "storage",
+    "synchronised",
+    "checkpoints",
+    "objective",
     "finetune",
     "rounds",
     "figures",
@@ -69,6 +75,9 @@ FORBIDDEN = {
     "torchvision": "it does not import on a CPU build of torch, and then transformers does not either",
     "pickle": "files are read without running what is in them; use safetensors and JSON",
 }
+
+# CIFAR's official files are pickles: one file reads them, and admits nothing but data.
+ALLOWED = {("lab.unpickling", "pickle")}
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -105,7 +114,7 @@ def complaints(module: str, source: str, modules: set[str], package: bool, root_
     wrong = []
     for line, name in imports_of(module, source, modules, package):
         top, _, inner = name.partition(".")
-        if top in FORBIDDEN:
+        if top in FORBIDDEN and (module, top) not in ALLOWED:
             wrong.append(f"line {line}: {top} may not be imported: {FORBIDDEN[top]}")
         elif top == PACKAGE and not allowed(module, place, inner, root_place):
             wrong.append(f"line {line}: {module or PACKAGE} may not import {name}: imports go downwards only, see ORDER")
