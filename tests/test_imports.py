@@ -69,7 +69,7 @@ ORDER = [
 ]
 
 # A method is a pure function of a layer and its curvature, and knows no other: only two share the energy of a filter.
-METHODS_MAY_IMPORT = {"layers", "linalg", "curvature", "methods.kron_obd"}
+METHODS_MAY_IMPORT = {"layers", "linalg", "curvature", "methods.kron_obd", "methods.regression"}
 
 FORBIDDEN = {
     "torchvision": "it does not import on a CPU build of torch, and then transformers does not either",

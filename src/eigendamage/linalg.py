@@ -53,19 +53,23 @@ def khatri_rao(factors: list[Tensor]) -> Tensor:
     return reduce(lambda a, b: torch.einsum("ir,jr->ijr", a, b).flatten(0, 1), factors)
 
 
-def canonical_polyadic(tensor: Tensor, rank: int, sweeps: int = 100, tolerance: float = 1e-8) -> list[Tensor]:
+def canonical_polyadic(
+    tensor: Tensor, rank: int, sweeps: int = 100, tolerance: float = 1e-8, damping: float = 0.0
+) -> list[Tensor]:
     """Factors ``[n_k, rank]`` whose sum of outer products is near ``tensor``: alternating least squares (appendix B).
 
-    Started from leading singular vectors, so that the same tensor gives the same factors.
+    Started from leading singular vectors, so that the same tensor gives the same factors. With damping each step is quicker,
+    and the parts do not grow without bound to cancel each other.
     """
     tensor = exact(tensor)
     factors = [_leading(_unfold(tensor, mode), rank) for mode in range(tensor.dim())]
+    unfolded = [_unfold(tensor, mode) for mode in range(tensor.dim())]
     previous = math.inf
     for _ in range(sweeps):
         for mode in range(tensor.dim()):
             others = factors[:mode] + factors[mode + 1 :]
             gram = reduce(torch.mul, (f.T @ f for f in others))
-            factors[mode] = _unfold(tensor, mode) @ khatri_rao(others) @ torch.linalg.pinv(gram, hermitian=True)
+            factors[mode] = _solved(gram, unfolded[mode] @ khatri_rao(others), damping)
             if mode < tensor.dim() - 1:  # one mode carries the scale, the others stay well conditioned
                 factors[mode] = factors[mode] / factors[mode].norm(dim=0).clamp(min=torch.finfo(tensor.dtype).tiny)
         error = float((tensor - compose(factors)).norm())
@@ -73,6 +77,12 @@ def canonical_polyadic(tensor: Tensor, rank: int, sweeps: int = 100, tolerance: 
             break
         previous = error
     return factors
+
+
+def _solved(gram: Tensor, products: Tensor, damping: float) -> Tensor:
+    if not damping:
+        return products @ torch.linalg.pinv(gram, hermitian=True)
+    return torch.cholesky_solve(products.T, torch.linalg.cholesky(damped(gram, damping))).T
 
 
 def compose(factors: list[Tensor]) -> Tensor:

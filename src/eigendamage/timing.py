@@ -20,8 +20,8 @@ from eigendamage.structures.base import Ranks
 
 # A stage is run so often, and at least so long, for one median.
 RUNS, SECONDS = 7, 0.02
-# Whole models take turns.
-TURNS = 15
+# Whole models take turns, so often at least, and for about so long if that does not take too often.
+TURNS, TOGETHER, MOST_TURNS = 15, 1.0, 200
 
 
 def interleaved(tasks: Sequence[Callable[[], object]], turns: int) -> list[list[float]]:
@@ -60,14 +60,15 @@ class Stopwatch:
     nothing to do with the stage. A stage that was timed once, in whatever layer, is remembered.
     """
 
-    def __init__(self, model: nn.Module, example_inputs: Any, turns: int = TURNS) -> None:
-        self.model, self.example_inputs, self.turns = model, example_inputs, turns
+    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+        self.model, self.example_inputs = model, example_inputs
         self.modules = {name: module for name, module in model.named_modules() if not module._modules}
         self.calls: dict[str, list[Tensor]] = {name: [] for name in self.modules}
         with self._quietly():
             with _noting(self.modules, self.calls):
                 called(model, example_inputs)
-            self.dense = min(interleaved([partial(called, model, example_inputs)], turns)[0])
+            self.dense = min(interleaved([partial(called, model, example_inputs)], TURNS)[0])
+        self.turns = min(max(TURNS, round(TOGETHER / self.dense)), MOST_TURNS)
 
     def compare(self, other: nn.Module) -> float:
         """The time of another model as a share of this one's: medians of both taking turns."""

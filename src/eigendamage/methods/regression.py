@@ -114,13 +114,27 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
 # --- the first stage --------------------------------------------------------------------------------------------------------
 
 
+def whitened_inputs(given: Problem) -> tuple[Float[Tensor, "own out shared"], Float[Tensor, "own own"]]:
+    """Rᵀ W S^½ for the mean R Rᵀ of A over what the first stage is shared along, and R."""
+    root = torch.linalg.cholesky(torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2])
+    return torch.einsum("hg,po,ohs->gps", root, given.root, given.weight), root
+
+
 def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
     """A first stage whose leading columns are good for every rank: those of the whitened weight, its shared axes apart."""
-    covariance = torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2]
-    root = torch.linalg.cholesky(covariance)
-    white = root.T @ torch.einsum("po,ogs->gps", given.root, given.weight).flatten(1)
-    columns = torch.linalg.svd(white, full_matrices=count > white.shape[1]).U[:, :count]
-    return torch.linalg.solve_triangular(root.T, columns, upper=True)
+    white, root = whitened_inputs(given)
+    rows = white.flatten(1)
+    if len(rows) <= rows.shape[1]:
+        columns = torch.linalg.eigh(rows @ rows.T).eigenvectors.flip(1)
+    else:
+        columns = torch.linalg.svd(rows, full_matrices=count > rows.shape[1]).U
+    return torch.linalg.solve_triangular(root.T, columns[:, :count], upper=True)
+
+
+def without_shared(given: Problem) -> Problem:
+    """The same problem for a first stage that is shared along nothing."""
+    size = given.weight[0].numel()
+    return Problem(given.weight.reshape(-1, size, 1), given.inputs.reshape(size, 1, size, 1), given.root, given.inverse)
 
 
 def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ STRUCTURES: dict[str, Structure] = {
     "bottleneck-patch": bottleneck.BOTTLENECK_PATCH,
     "depthwise": depthwise.DEPTHWISE,
     "depthwise-fisher": depthwise.DEPTHWISE_FISHER,
+    "mobile": depthwise.MOBILE,
     "cp": cp.CP,
     "svd": lowrank.SVD,
     "tucker": lowrank.TUCKER,

@@ -1,0 +1,58 @@
+"""The least loss of a depthwise core between two pointwise stages, W ≈ Σⱼ uⱼ ⊗ vⱼ ⊗ dⱼ, in the metric of K-FAC (beyond 4.6).
+
+EigenDamage-Depthwise decomposes the pruned core; this decomposes the whole weight, with its inputs and outputs whitened, and
+then lets the last stage make up for what the others miss.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from eigendamage.linalg import canonical_polyadic
+from eigendamage.methods.regression import Problem, losses_by_rank, rest, whitened_inputs, without_shared
+
+# Alternations for a prediction, and for a layer that is built.
+ROUGH, FINE = 10, 60
+DAMPING = 1e-6
+# Of the directions of inputs and of outputs, those that hold nearly all of the weight are decomposed, and no more than this.
+SHARE, MOST = 1 - 1e-4, 256
+
+
+def loss_of(given: Problem, rank: int) -> float:
+    """About the loss with so many depthwise channels. ``given`` shares the first stage along all axes of the kernel."""
+    return float(losses_by_rank(without_shared(given), _filters(*_inner(given, rank, ROUGH)))[-1])
+
+
+def factors(
+    given: Problem, rank: int
+) -> tuple[Float[Tensor, "out rank"], Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
+    """u, v and d, every channel as large in one as in the others."""
+    inputs, taps = _inner(given, rank, FINE)
+    last, core = rest(without_shared(given), _filters(inputs, taps), len(given.weight))
+    outputs = last @ core[:, :, 0]
+    sizes = torch.stack([factor.norm(dim=0).clamp(min=1e-30) for factor in (outputs, inputs, taps)])
+    scales = sizes.log().mean(0).exp() / sizes
+    return outputs * scales[0], inputs * scales[1], taps * scales[2]
+
+
+def _filters(inputs: Float[Tensor, "own rank"], taps: Float[Tensor, "shared rank"]) -> Float[Tensor, "own*shared rank"]:
+    return torch.einsum("gj,sj->gsj", inputs, taps).flatten(0, 1)
+
+
+def _inner(given: Problem, rank: int, sweeps: int) -> tuple[Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
+    """v and d, from the whitened weight."""
+    white, root = whitened_inputs(given)
+    outputs, inputs = _main(white.transpose(0, 1).flatten(1)), _main(white.flatten(1))
+    small = torch.einsum("gps,ga,pb->bas", white, inputs, outputs)
+    _, v, d = canonical_polyadic(small, rank, sweeps, damping=DAMPING)
+    return torch.linalg.solve_triangular(root.T, inputs @ v, upper=True), d
+
+
+def _main(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows kept"]:
+    """The directions of the rows that hold nearly everything."""
+    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
+    held = values.flip(0).clamp(min=0).cumsum(0)
+    count = min(int((held < SHARE * held[-1]).sum()) + 1, MOST, len(held))
+    return vectors.flip(1)[:, :count]
