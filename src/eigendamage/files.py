@@ -69,6 +69,14 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     return tensors, json.loads(text)
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` in one step; folders are made as needed."""
+    path = Path(path).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy on the CPU; a copy because safetensors refuses tensors that share memory."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
