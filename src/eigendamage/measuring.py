@@ -38,8 +38,9 @@ from eigendamage.layers import (
     skipped_layers,
 )
 from eigendamage.methods import BEST, DEFAULT_METHODS, needs_of
-from eigendamage.observing import Observers, distributed, sum_over_processes
+from eigendamage.observing import Observers
 from eigendamage.passes import alike, evaluating, layer_by_layer, restoring
+from eigendamage.processes import distributed, sum_over_processes
 from eigendamage.progress import track
 from eigendamage.rehearsal import trace
 from eigendamage.standins import escaping, irreplaceable

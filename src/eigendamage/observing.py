@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from eigendamage.coupling import Coupling
@@ -17,8 +16,7 @@ from eigendamage.covariance import CHUNK, ChannelSum, PatchSum, accumulation_dty
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.layers import axes_of, candidates, patches, prepare, rows, shape_of, weight_of
 from eigendamage.passes import backward
-
-T = TypeVar("T")
+from eigendamage.processes import from_processes, sum_over_processes
 
 # What gradients are of: the loss itself, or that of a softened prediction.
 LOSSES = ("gradients", "softened")
@@ -247,7 +245,7 @@ class Observers:
         scales = {name: observer.scale.cpu() for name, observer in self.by_name.items() if observer.scale is not None}
         units = {(name, of): unit for name, observer in self.by_name.items() for of, unit in observer.units.items()}
         mixed = {name for name, observer in self.by_name.items() if observer.mixed}
-        seen, *elsewhere = _from_processes((self.order, self.reasons, scales, mixed, units, coupled, macs, whole))
+        seen, *elsewhere = from_processes((self.order, self.reasons, scales, mixed, units, coupled, macs, whole))
         self.order, self.reasons, scales, mixed, units, coupled, macs, whole = seen
         for order, reasons, more, others_mixed, others_units, *_ in elsewhere:  # what one process saw, all of them know
             self.order, self.reasons, scales = self.order | order, reasons | self.reasons, more | scales
@@ -306,24 +304,3 @@ def _unit_for(gradient: Tensor) -> float | None:
     if not 0 < peak < math.inf:
         return None
     return 1.0 if 1e-8 < peak < 1e8 else 2.0 ** round(math.log2(peak))
-
-
-def distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _from_processes(value: T) -> list[T]:
-    """This value of every process."""
-    if not distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def sum_over_processes(tensor: Tensor, device: torch.device) -> Tensor:
-    if not distributed():
-        return tensor
-    shared = tensor.to(device).contiguous()
-    dist.all_reduce(shared)
-    return shared

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+
+from eigendamage.checks import require_choice
 
 VGG19 = (64, 64, "pool", 128, 128, "pool", *(256,) * 4, "pool", *(512,) * 4, "pool", *(512,) * 4)
 
@@ -74,11 +77,88 @@ class ResNet(nn.Module):
         return self.fc(self.pool(out).flatten(1))
 
 
+class ChannelSelection(nn.Module):
+    """Reads some of the channels of a residual stream, which itself stays whole (Liu et al., Network Slimming)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        # A parameter that is not trained, because the paper's count of PreResNet29's parameters has it.
+        self.index = nn.Parameter(torch.arange(channels), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_select(1, self.index)
+
+
+class PreActivationBlock(nn.Module):
+    """1×1, 3×3, 1×1, each behind a batch norm and ReLU; the last of them is the one that widens."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.select = ChannelSelection(inputs)
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, inputs, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inputs)
+        self.conv2 = nn.Conv2d(inputs, inputs, 3, stride, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(inputs)
+        self.conv3 = nn.Conv2d(inputs, outputs, 1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(self.relu(self.bn1(self.select(x))))
+        out = self.conv2(self.relu(self.bn2(out)))
+        out = self.conv3(self.relu(self.bn3(out)))
+        return out + self.downsample(x)
+
+
+class PreResNet(nn.Module):
+    """Three stages of pre-activation blocks; ``width`` 1 has 64, 128 and 256 channels."""
+
+    def __init__(self, blocks: int, classes: int, width: float = 1.0) -> None:
+        super().__init__()
+        channels = [round(64 * width), round(128 * width), round(256 * width)]
+        self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        self.layer1 = self._stage(blocks, channels[0], channels[0], 1)
+        self.layer2 = self._stage(blocks, channels[0], channels[1], 2)
+        self.layer3 = self._stage(blocks, channels[1], channels[2], 2)
+        self.select = ChannelSelection(channels[2])
+        self.bn = nn.BatchNorm2d(channels[2])
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels[2], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.BatchNorm2d):
+                nn.init.constant_(module.weight, 0.5)
+
+    @staticmethod
+    def _stage(blocks: int, inputs: int, outputs: int, stride: int) -> nn.Sequential:
+        first = PreActivationBlock(inputs, outputs, stride)
+        return nn.Sequential(first, *(PreActivationBlock(outputs, outputs, 1) for _ in range(blocks - 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer3(self.layer2(self.layer1(self.conv1(x))))
+        out = self.relu(self.bn(self.select(out)))
+        return self.fc(self.pool(out).flatten(1))
+
+
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "vgg19": VGG,
+    "vgg19-thin": partial(VGG, width=0.25),
     "resnet32x4": partial(ResNet, 5, width=4),
+    "preresnet29": partial(PreResNet, 3),
+    "preresnet29-thin": partial(PreResNet, 3, width=0.25),
     "resnet20": partial(ResNet, 3),
     "resnet32": partial(ResNet, 5),
     "resnet44": partial(ResNet, 7),
     "resnet56": partial(ResNet, 9),
 }
+
+
+def build(name: str, classes: int) -> nn.Module:
+    """A network of the table, with fresh weights. Raises ValueError for any other name."""
+    require_choice("network", name, tuple(NETWORKS))
+    return NETWORKS[name](classes)
