@@ -28,10 +28,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], content: dic
         FileNotFoundError: The folder of ``path`` does not exist.
         TypeError: A tensor is of a type that safetensors cannot hold, or ``content`` is not JSON data.
     """
-    require("path", path, str | os.PathLike, "the name of a file")
-    path = Path(path).resolve()
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    path = _target(path)
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     text = json.dumps(content)
     metadata = {"eigendamage": str(VERSION), "kind": kind, "content": text, "sha256": _digest(plain, str(VERSION), kind, text)}
@@ -40,6 +37,17 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], content: dic
             save_file(plain, temporary, metadata)
         except KeyError as error:
             raise TypeError(f"{path} cannot be written: safetensors cannot hold {error} tensors") from None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8: the whole file or, when anything fails, nothing.
+
+    Raises:
+        FileNotFoundError: The folder of ``path`` does not exist.
+    """
+    path = _target(path)
+    with _replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -69,12 +77,12 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     return tensors, json.loads(text)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` in one step; folders are made as needed."""
+def _target(path: str | os.PathLike[str]) -> Path:
+    require("path", path, str | os.PathLike, "the name of a file")
     path = Path(path).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    return path
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
