@@ -51,6 +51,7 @@ ORDER = [
     "storage",
     "synchronised",
     "checkpoints",
+    "objective",
     "finetune",
     "rounds",
     "figures",
@@ -72,6 +73,9 @@ FORBIDDEN = {
     "torchvision": "it does not import on a CPU build of torch, and then transformers does not either",
     "pickle": "files are read without running what is in them; use safetensors and JSON",
 }
+
+# CIFAR's official files are pickles: one file reads them, and admits nothing but data.
+ALLOWED = {("lab.unpickling", "pickle")}
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -108,7 +112,7 @@ def complaints(module: str, source: str, modules: set[str], package: bool, root_
     wrong = []
     for line, name in imports_of(module, source, modules, package):
         top, _, inner = name.partition(".")
-        if top in FORBIDDEN:
+        if top in FORBIDDEN and (module, top) not in ALLOWED:
             wrong.append(f"line {line}: {top} may not be imported: {FORBIDDEN[top]}")
         elif top == PACKAGE and not allowed(module, place, inner, root_place):
             wrong.append(f"line {line}: {module or PACKAGE} may not import {name}: imports go downwards only, see ORDER")

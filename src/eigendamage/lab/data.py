@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
 from eigendamage import files
@@ -123,18 +123,18 @@ def _decode(folder: Path, progress: bool) -> dict[str, Tensor]:
     for part, entries in (("train", train), ("test", test)):
         with ThreadPoolExecutor() as pool:
             images = list(track(pool.map(_read_jpeg, [path for path, _ in entries]), part, progress, len(entries)))
-        tensors[f"{part}.pixels"] = torch.from_numpy(numpy.stack(images)).permute(0, 3, 1, 2).contiguous()
+        tensors[f"{part}.pixels"] = torch.stack(images)
         tensors[f"{part}.labels"] = torch.tensor([number for _, number in entries])
     return tensors
 
 
-def _read_jpeg(path: Path) -> numpy.ndarray[Any, Any]:
+def _read_jpeg(path: Path) -> UInt8[Tensor, "3 height width"]:
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(f'Tiny-ImageNet needs Pillow ({error}). Install it with: pip install "eigendamage[lab]"') from None
     with Image.open(path) as image:
-        return numpy.asarray(image.convert("RGB"))
+        return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
 # --- digits -----------------------------------------------------------------------------------------------------------------
