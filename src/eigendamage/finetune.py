@@ -163,7 +163,9 @@ def _epoch(
     return Epoch(number + 1, loss / seen, first_rate)
 
 
-def _rates(schedule: str, start: float, epoch: int, epochs: int, warmup: int | float, batches: Iterable[Any]) -> Iterator[float]:
+def _rates(
+    schedule: str, start: float, epoch: int, epochs: int, warmup: int | float, batches: Iterable[Any]
+) -> Iterator[float]:
     """The learning rate of every batch of an epoch."""
     if schedule == "steps" and not warmup:
         while True:

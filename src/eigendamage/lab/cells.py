@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -122,5 +121,5 @@ def _round(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, folder
     epochs = train(small, data, cell.finetuning, folder / "finetuning", progress=site.progress)
     small.eval()
     last = judge(small, data.test, cell)
-    best = max(row["accuracy"] for row in epochs)
+    best = max(row["test_accuracy"] for row in epochs)
     return small, content | {"epochs": epochs, "last": last.accuracy, "best": best}

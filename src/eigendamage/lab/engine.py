@@ -13,7 +13,7 @@ import torch
 
 from eigendamage.checks import require_choice, require_whole
 from eigendamage.lab.cells import result_in, run
-from eigendamage.lab.settings import Cell, Dense, Pruning, Site, as_data, from_data, name_of
+from eigendamage.lab.settings import Cell, Pruning, Site, as_data, from_data, name_of
 from eigendamage.lab.steps import Content
 from eigendamage.progress import track
 
@@ -51,9 +51,8 @@ def run_cells(cells: Sequence[Cell], site: Site, engine: Engine | None = None) -
     dense = {name_of(cell.dense): cell.dense for cell in cells if isinstance(cell, Pruning) and cell.dense.training}
     rest = [cell for cell in cells if name_of(cell) not in dense]
     results: dict[str, Content] = {}
-    for number, stage in enumerate((list(dense.values()), rest)):
-        title = "training dense networks" if number == 0 else "running cells"
-        results |= _run_stage(stage, site, engine, title)
+    results |= _run_stage(list(dense.values()), site, engine, "training dense networks")
+    results |= _run_stage(rest, site, engine, "running cells")
     return [results[name_of(cell)] for cell in cells]
 
 
@@ -133,8 +132,7 @@ def on_ray(task: Task, cells: dict[str, Content], site: Site, engine: Engine) ->
     if started:
         _start(ray, engine)
     try:
-        resources = {"num_cpus": 1, "num_gpus": engine.gpus_per_cell}
-        remote = ray.remote(max_retries=engine.retries, **resources)(task)
+        remote = ray.remote(max_retries=engine.retries, num_cpus=1, num_gpus=engine.gpus_per_cell)(task)
         here = replace(site, root=site.root.resolve(), data=site.data.resolve(), weights=site.weights.resolve(), progress=False)
         names = {remote.remote(content, here): name for name, content in cells.items()}
         waiting = list(names)

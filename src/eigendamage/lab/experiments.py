@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from eigendamage.checks import require_choice
+from eigendamage.figures import Section
 from eigendamage.lab import grids, pictures, tables
 from eigendamage.lab.results import rows_of
 from eigendamage.lab.scales import Scale
 from eigendamage.lab.settings import Cell
 from eigendamage.lab.steps import Content
-from eigendamage.report import Section
 
 Sections = Callable[[str, Sequence[Content]], list[Section]]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from eigendamage.figures import Figure, Matrix, Series
 from eigendamage.lab.published import Published, published
 from eigendamage.lab.results import DATA_TITLES, STANDS_FOR, Row, grouped, spread
 from eigendamage.lab.steps import Content
 from eigendamage.methods import METHODS
 from eigendamage.plans import method_title
-from eigendamage.report import Figure, Matrix, Series
 
 WEIGHTS, FLOPS, ACCURACY = "weights removed", "FLOPs removed", "test accuracy"
 REMOVED = {"params": WEIGHTS, "macs": FLOPS}
@@ -41,7 +41,8 @@ def by_ratio(rows: Iterable[Row], what: str, value: Callable[[Row], float]) -> l
     for method, of_method in grouped(rows, lambda row: row.method).items():
         ratios = grouped(of_method, lambda row: row.ratio)
         points = [
-            (spread([row.removed(what) for row in of_ratio])[0], [value(row) for row in of_ratio]) for of_ratio in ratios.values()
+            (spread([row.removed(what) for row in of_ratio])[0], [value(row) for row in of_ratio])
+            for of_ratio in ratios.values()
         ]
         curves.append(series(method, points))
     return curves
@@ -112,12 +113,12 @@ def epoch_figures(rows: Iterable[Row]) -> list[Figure]:
     figures = []
     for title, of_network in grouped(rows, lambda row: row.title).items():
         tuned = [row for row in of_network if row.end["epochs"]]
-        for key, label in (("train_loss", "training loss"), ("accuracy", ACCURACY)):
+        for key, label in (("train_loss", "training loss"), ("test_accuracy", ACCURACY)):
             curves = [
                 series(row.method, [(float(epoch["epoch"]), [epoch[key]]) for epoch in row.end["epochs"]]) for row in tuned
             ]
             figures.append(
-                Figure(f"{title}, ratio {of_network[0].ratio:g}", "epoch", label, curves, percent_y=key == "accuracy")
+                Figure(f"{title}, ratio {of_network[0].ratio:g}", "epoch", label, curves, percent_y=key == "test_accuracy")
             )
     return figures
 
@@ -173,9 +174,7 @@ def _rule(row: Row) -> tuple[str, str, bool]:
 
 def fisher_figure(content: Content) -> Figure:
     both = {"parameters": "in the coordinates of the weights", "kfe": "in the KFE"}
-    panels = [
-        Matrix(title, [[abs(value) for value in row] for row in content[key]["matrix"]]) for key, title in both.items()
-    ]
+    panels = [Matrix(title, [[abs(value) for value in row] for row in content[key]["matrix"]]) for key, title in both.items()]
     shares = [f"{content[key]['share']:.1%} {title}" for key, title in both.items()]
     note = f"Absolute values, diagonals made 1. Share of squared entries off the diagonal: {', '.join(shares)}."
     title = "Fisher information of the second layer of a small network on digits"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from eigendamage.charts import svg
+from eigendamage.figures import Code, Figure, Section, TableData
 from eigendamage.files import write_text
 from eigendamage.lab.engine import Engine, run_cells
 from eigendamage.lab.experiments import experiment_named, sections_of
@@ -12,7 +14,7 @@ from eigendamage.lab.results import read_results, write_results
 from eigendamage.lab.scales import Changes, scaled
 from eigendamage.lab.settings import Site
 from eigendamage.lab.steps import Content
-from eigendamage.report import Code, Figure, Section, TableData, markdown, page, svg
+from eigendamage.report import markdown, write_page
 
 
 def reproduce(
@@ -64,7 +66,8 @@ def write_report(path: Path, out: Path) -> None:
     content = read_results(path)
     name, cells = content["experiment"], content["cells"]
     sections = [*sections_of(name, cells), Section("Commands", [Code(content["commands"] or ["–"])])]
-    write_text(out, page(experiment_named(name).title, _summary(cells), sections))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_page(out, experiment_named(name).title, _summary(cells), sections)
 
 
 def _summary(cells: Sequence[Content]) -> str:
@@ -74,6 +77,7 @@ def _summary(cells: Sequence[Content]) -> str:
 
 def write_docs(paths: Sequence[Path], folder: Path, introduction: str = "") -> Path:
     """``results.md`` with its pictures in ``folder``, from files of results alone."""
+    folder.mkdir(parents=True, exist_ok=True)
     lines = ["# Results", "", *([introduction, ""] if introduction else [])]
     for path in paths:
         content = read_results(path)

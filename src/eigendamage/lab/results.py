@@ -102,7 +102,6 @@ def spread(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-
 # --- files ------------------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +125,7 @@ def write_results(path: Path, experiment: str, commands: Sequence[str], cells: I
     found |= {from_data(content["cell"]).label: _shortened(content) for content in cells}
     known = [*before["commands"], *(command for command in commands if command not in before["commands"])]
     content = {"experiment": experiment, "commands": known, "cells": list(found.values())}
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, _lines(content))
     return content
 

@@ -116,7 +116,7 @@ def smaller(model: nn.Module, cell: Pruning, site: Site, key: str) -> tuple[nn.M
     """The model after the cell's plan."""
     curvature = measured(model, cell, site, key)
     data = data_of(cell.dense.data, site)
-    timed = {"example_inputs": inputs_of(data)} if "latency" in cell.planning else {}
+    timed: dict[str, Any] = {"example_inputs": inputs_of(data)} if "latency" in cell.planning else {}
     chosen = plan(model, curvature, **cell.planning, **timed)
     refit = sample(data.train, cell.examples, cell.seed).batches(BATCH) if cell.refit else None
     return apply(model, chosen, curvature, refit=refit), chosen

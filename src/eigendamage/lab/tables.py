@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from eigendamage.figures import TableData
 from eigendamage.lab.published import Published, dense_accuracy, published
 from eigendamage.lab.results import DATA_TITLES, STANDS_FOR, Row, grouped, spread
 from eigendamage.plans import method_title
-from eigendamage.report import TableData
 
 NOTHING = "–"
 
@@ -107,8 +107,19 @@ def knob_tables(rows: Iterable[Row]) -> list[TableData]:
     tables = []
     for title, of_network in grouped(rows, lambda row: row.title).items():
         lines = [[method_title(row.method), _asked(row), *_measured([row])] for row in of_network]
-        header = ["method", "asked", "last epoch", "best epoch", "weights removed", "FLOPs removed", "faster", "before fine-tuning"]
-        tables.append(TableData(title, header, lines, f"In percent. Dense: {percent([of_network[0].content['dense']['accuracy']])}."))
+        header = [
+            "method",
+            "asked",
+            "last epoch",
+            "best epoch",
+            "weights removed",
+            "FLOPs removed",
+            "faster",
+            "before fine-tuning",
+        ]
+        tables.append(
+            TableData(title, header, lines, f"In percent. Dense: {percent([of_network[0].content['dense']['accuracy']])}.")
+        )
     return tables
 
 
