@@ -10,35 +10,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eigendamage.cost import count
 from eigendamage.files import write_text
 from eigendamage.lab.fisher import fisher_blocks
-from eigendamage.lab.runs import train
+from eigendamage.lab.folders import MODEL
 from eigendamage.lab.settings import Cell, Dense, Fisher, Pruning, Site, as_data, name_of
 from eigendamage.lab.steps import (
     Content,
-    data_of,
+    cost_of,
     dense_model,
     described,
     folder_of,
-    inputs_of,
-    judge,
     scores,
     smaller,
+    subject_of,
     untrained,
 )
+from eigendamage.lab.subjects import Prepared
 from eigendamage.storage import load, save
 
-RESULT = "result.json"
+RESULT, PRUNED, TUNING = "result.json", "pruned.safetensors", "finetuning"
 
 
-def run(cell: Cell, site: Site) -> Content:
+def run(cell: Cell, site: Site, folder: Path | None = None) -> Content:
     """The result of a cell, from its folder where it has been run before; otherwise it goes on from where it stopped.
+
+    The folder is named after the cell unless another one is given.
 
     Raises:
         FileNotFoundError: The dense network of the cell has not been trained yet.
     """
-    folder = site.root / name_of(cell)
+    folder = folder or site.root / name_of(cell)
     found = result_in(folder, cell)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,9 @@ def run(cell: Cell, site: Site) -> Content:
             case Pruning():
                 content = _prune(cell, site, folder)
             case Fisher():
-                content = fisher_blocks(cell, data_of(cell.data, site))
+                subject = subject_of(cell.data, site)
+                assert isinstance(subject, Prepared)
+                content = fisher_blocks(cell, subject.data)
         found = {"cell": as_data(cell), **content, "versions": versions(), "command": command()}
         write_json(folder / RESULT, found)
     return found
@@ -81,45 +84,46 @@ def command() -> str:
 
 
 def _train(dense: Dense, site: Site) -> Content:
-    data = data_of(dense.data, site)
-    model = untrained(dense, data, site)
+    subject = subject_of(dense.data, site)
     if dense.training is None:
         model, epochs = dense_model(dense, site), []
     else:
-        epochs = train(model, data, dense.training, folder_of(dense, site), progress=site.progress)
-    return {**_cost(model, site, dense), "epochs": epochs}
-
-
-def _cost(model: nn.Module, site: Site, dense: Dense) -> Content:
-    cost = count(model, inputs_of(data_of(dense.data, site))[:1])
-    return {"params": cost.params, "macs": cost.macs}
+        model = untrained(dense, site)
+        epochs = subject.tune(model, dense.training, folder_of(dense, site), None, site.progress)
+    return {**cost_of(model, subject.inputs()), "epochs": epochs}
 
 
 def _prune(cell: Pruning, site: Site, folder: Path) -> Content:
     dense = dense_model(cell.dense, site)
+    cost = cost_of(dense, subject_of(cell.dense.data, site).inputs())
     model, rounds = dense, []
     for number in range(1, cell.rounds + 1):
         where = folder if cell.rounds == 1 else folder / f"round{number}"
         where.mkdir(exist_ok=True)
         model, content = _round(model, dense, cell, site, where)
         rounds.append(content)
-    return {"dense": {**_cost(dense, site, cell.dense), **scores(dense, cell, site)}, "rounds": rounds}
+    return {"dense": {**cost, **scores(dense, cell, site)}, "rounds": rounds}
 
 
 def _round(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, folder: Path) -> tuple[nn.Module, Content]:
     """One round: the fine-tuned model and what there is to say of it. What a folder holds already is not made again."""
-    pruned, note = folder / "pruned.safetensors", folder / "pruned.json"
+    pruned, note = folder / PRUNED, folder / "pruned.json"
     if not note.exists():
         small, chosen = smaller(model, cell, site, str(folder) if cell.rounds > 1 else name_of(cell.dense))
         save(small, pruned)
         write_json(note, described(small, dense, cell, site, chosen))
     small = load(dense, pruned)
     content: Content = json.loads(note.read_text())
-    data = data_of(cell.dense.data, site)
+    subject = subject_of(cell.dense.data, site)
     if not cell.finetuning.epochs:
         return small.eval(), content | {"epochs": []}
-    epochs = train(small, data, cell.finetuning, folder / "finetuning", progress=site.progress)
-    small.eval()
-    last = judge(small, data.test, cell)
+    teacher = dense if cell.finetuning.distill else None
+    epochs = subject.tune(small, cell.finetuning, folder / TUNING, teacher, site.progress)
     best = max(row["test_accuracy"] for row in epochs)
-    return small, content | {"epochs": epochs, "last": last.accuracy, "best": best}
+    return small.eval(), content | {"epochs": epochs, "last": epochs[-1]["test_accuracy"], "best": best}
+
+
+def final_model(cell: Pruning, site: Site, folder: Path) -> nn.Module:
+    """The model that a finished cell left in its folder."""
+    last = folder if cell.rounds == 1 else folder / f"round{cell.rounds}"
+    return load(dense_model(cell.dense, site), last / TUNING / MODEL if cell.finetuning.epochs else last / PRUNED)

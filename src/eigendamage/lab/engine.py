@@ -38,7 +38,11 @@ class Engine:
 
 
 class CellsFailed(RuntimeError):
-    """Some cells failed; the others have their results."""
+    """Some cells failed; ``results`` are those of the others."""
+
+    def __init__(self, message: str, results: list[Content]) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 def run_cells(cells: Sequence[Cell], site: Site, engine: Engine | None = None) -> list[Content]:
@@ -74,7 +78,8 @@ def _run_stage(cells: Sequence[Cell], site: Site, engine: Engine, title: str) ->
         else:
             results[name] = outcome
     if failures:
-        raise CellsFailed("\n".join([f"{len(failures)} of {len(left)} cells failed:", *failures]))
+        lines = [f"{len(failures)} of {len(left)} cells failed:", *failures]
+        raise CellsFailed("\n".join(lines), [results[name_of(cell)] for cell in cells if name_of(cell) in results])
     return results
 
 

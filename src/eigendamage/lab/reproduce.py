@@ -8,7 +8,7 @@ from pathlib import Path
 from eigendamage.charts import svg
 from eigendamage.figures import Code, Figure, Section, TableData
 from eigendamage.files import write_text
-from eigendamage.lab.engine import Engine, run_cells
+from eigendamage.lab.engine import CellsFailed, Engine, run_cells
 from eigendamage.lab.experiments import experiment_named, sections_of
 from eigendamage.lab.results import read_results, write_results
 from eigendamage.lab.scales import Changes, scaled
@@ -55,8 +55,12 @@ def reproduce(
     cells = experiment.cells(size)
     if not cells:
         raise ValueError(f"networks: {name} at scale {scale} has no cells of {', '.join(size.only)}")
-    found = run_cells(cells, site, engine)
     path = results / f"{name}.json"
+    try:
+        found = run_cells(cells, site, engine)
+    except CellsFailed as error:
+        write_results(path, name, commands, error.results)
+        raise
     write_results(path, name, commands, found)
     return path
 

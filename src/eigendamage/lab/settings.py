@@ -34,7 +34,8 @@ class Dense:
     sha256: str = ""
 
     def __post_init__(self) -> None:
-        if (self.training is None) == (not self.weights):
+        own = ":" in self.network  # a user's own comes with its weights
+        if (self.training is not None and self.weights) or not (own or self.training or self.weights):
             raise ValueError("a dense network needs a training or weights, and not both")
 
     @property
