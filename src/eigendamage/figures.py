@@ -11,6 +11,7 @@ from eigendamage.checks import require, require_choice
 
 # A value that is None, NaN or infinite is unknown: a gap in a curve, a dash in a table.
 Number: TypeAlias = float | int | None
+Real: TypeAlias = float | int
 Values: TypeAlias = Sequence[Number]
 Cell: TypeAlias = str | float | int | None
 KINDS = ("lines", "bars", "heatmap")

@@ -17,6 +17,7 @@ from eigendamage.methods import BEST, METHODS
 from eigendamage.text import render, si
 
 FORMAT = 1
+COSTS = ("parameters", "MACs", "time", "predicted loss")
 
 
 @dataclass
@@ -141,20 +142,46 @@ class Plan:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not the JSON of a plan: {error}") from error
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        return f"{method_title(self.method)}: what each layer becomes"
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A header and a row of texts for every layer; the last row is all of them together."""
         self.check()
         timed = any(choice.dense_seconds is not None for choice in self.layers.values())
-        table = Table(title=f"{method_title(self.method)}: what each layer becomes", title_justify="left")
-        costs = ("parameters", "MACs", *(["time"] if timed else []), "predicted loss")
-        for header in ("layer", "becomes", "ranks", *costs, "why dense"):
-            table.add_column(header, justify="right" if header in costs else "left")
+        header = [
+            "layer",
+            "becomes",
+            "ranks",
+            "parameters",
+            "MACs",
+            *(["time"] if timed else []),
+            "predicted loss",
+            "why dense",
+        ]
+        rows = []
         for name, choice in self.layers.items():
             time = [_time(choice)] if timed else []
-            table.add_row(name, choice.structure, _ranks(choice), *_costs(choice), *time, _loss(choice), choice.reason)
-        table.add_section()
+            rows.append([name, choice.structure, _ranks(choice), *_costs(choice), *time, _loss(choice), choice.reason])
         cost = _cost(self.params, self.dense_params), _cost(self.macs, self.dense_macs)
-        table.add_row("all layers", "", "", *cost, *([""] if timed else []), loss_text(self.loss), "")
-        return "\n".join([render(table), *([_latency(self.latency)] if self.latency else [])])
+        return header, [*rows, ["all layers", "", "", *cost, *([""] if timed else []), loss_text(self.loss), ""]]
+
+    @property
+    def pass_text(self) -> str:
+        """What one pass takes, where a budget was one of time."""
+        return _latency(self.latency) if self.latency else ""
+
+    def __str__(self) -> str:
+        table = Table(title=self.title, title_justify="left")
+        header, rows = self.rows()
+        for name in header:
+            table.add_column(name, justify="right" if name in COSTS else "left")
+        for row in rows[:-1]:
+            table.add_row(*row)
+        table.add_section()
+        table.add_row(*rows[-1])
+        return "\n".join([render(table), *([self.pass_text] if self.latency else [])])
 
 
 def kept_where(coupling: Coupling, kept: Bool[Tensor, " units"]) -> dict[str, Kept]:

@@ -16,8 +16,10 @@ from eigendamage.files import write_text
 DASH = "–"
 # The browser itself holds the page to it: nothing from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# A number, with whatever stands around numbers in tables: such columns are aligned to the right.
-NUMERIC = re.compile(r"[-−+±~≤≥<>×x/\s\d.,:%()→–]*\d?[kMGT]?[-−+±~×x/\s\d.,:%()→kMGTB–]*(ms|s|h)?")
+# Numbers with their signs, units and what else stands around them: such columns are aligned to the right.
+NUMERIC = re.compile(r"([-−+±~≤≥<>×→\s.,:;%()/–]|\d(e[-+]\d|[kMGT]?B?\b| ?(ms|s|h|x)\b)?)*")
+# Texts longer than this, in letters, may take several lines.
+LONG = 24
 
 
 def page(title: str, summary: str, sections: Sequence[Section]) -> str:
@@ -94,10 +96,10 @@ def cell_text(cell: Cell) -> str:
 
 
 def _numeric_columns(table: TableData) -> list[bool]:
+    """The first column is of names, whatever they look like."""
     columns = [[cell_text(row[column]) for row in table.rows] for column in range(len(table.header))]
-    return [
-        bool(number) and bool(texts) and all(NUMERIC.fullmatch(text) for text in texts) for number, texts in enumerate(columns)
-    ]
+    found = [all(NUMERIC.fullmatch(text) for text in texts) and any(texts) for texts in columns]
+    return [False, *found[1:]]
 
 
 def _section(section: Section, number: int) -> str:
@@ -127,20 +129,24 @@ def _figure(figure: Figure) -> str:
         f'<div class="{kind}" tabindex="0" role="group" aria-label="{escaped(figure.title)}">{drawing}</div>'
         for kind, drawing in (("wide", svg(figure, embedded=True)), ("narrow", svg(figure, NARROW, embedded=True)))
     ]
-    return f"<figure>\n<h3>{escaped(figure.title)}</h3>\n" + "\n".join(drawings) + f"\n{caption}</figure>"
+    return f"<figure>\n{_heading(figure.title)}\n" + "\n".join(drawings) + f"\n{caption}</figure>"
+
+
+def _heading(title: str) -> str:
+    return f"<h3>{escaped(title)}</h3>" if title else ""
 
 
 def _table(table: TableData) -> str:
     numeric = _numeric_columns(table)
 
     def cell(number: int, column: int, content: Cell) -> str:
-        text = escaped(cell_text(content))
-        text = f"<strong>{text}</strong>" if (number, column) in table.bold else text
-        kind = ' class="number"' if numeric[column] else ""
-        return f"<td{kind}>{text}</td>" if column else f'<th scope="row">{text}</th>'
+        plain = cell_text(content)
+        text = f"<strong>{escaped(plain)}</strong>" if (number, column) in table.bold else escaped(plain)
+        kind = ' class="number"' if numeric[column] else ' class="text"' if len(plain) > LONG else ""
+        return f"<td{kind}>{text}</td>" if column else f'<th scope="row"><div>{text}</div></th>'
 
     header = "".join(
-        f'<th scope="col"{" class=number" if right else ""}>{escaped(text)}</th>'
+        f'<th scope="col"{" class=number" if right else ""}><div>{escaped(text)}</div></th>'
         for text, right in zip(table.header, numeric, strict=True)
     )
     rows = "\n".join(
@@ -150,7 +156,7 @@ def _table(table: TableData) -> str:
     name = escaped(table.title)
     note = f'<p class="note">{escaped(table.note)}</p>' if table.note else ""
     return f"""<div class="table">
-<h3>{name}</h3>
+{_heading(table.title)}
 <div class="scroll" tabindex="0" role="region" aria-label="{name}">
 <table>
 <thead><tr>{header}</tr></thead>

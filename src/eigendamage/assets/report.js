@@ -2,6 +2,7 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const tip = document.getElementById("tip");
+  let owner = null; // the chart that the tip speaks for
 
   // Texts come from users: they are set as text, never as HTML.
   function say(name, lines, x, y) {
@@ -17,7 +18,7 @@
 
   function chart(holder) {
     const picture = holder.querySelector("svg");
-    const groups = [...picture.querySelectorAll("g.series")];
+    const groups = [...picture.querySelectorAll("g.series")].sort((a, b) => a.dataset.series - b.dataset.series);
     const panels = [...picture.querySelectorAll("g.panel")].map((panel) => ({
       name: panel.dataset.label,
       box: JSON.parse(panel.dataset.box),
@@ -43,12 +44,12 @@
     }
     function hide() {
       current = null;
-      tip.hidden = true;
+      if (owner === holder) tip.hidden = true;
       ring.style.display = "none";
       focus(null);
     }
     function show(point) {
-      current = point;
+      [current, owner] = [point, holder];
       ring.setAttribute("cx", point.x);
       ring.setAttribute("cy", point.y);
       ring.style.display = "";
@@ -60,7 +61,7 @@
       const [left, top, width, height] = panel.box;
       const wide = width / panel.cells[0].length;
       const tall = height / panel.cells.length;
-      current = { panel, row, column };
+      [current, owner] = [{ panel, row, column }, holder];
       const place = { x: left + column * wide, y: top + row * tall, width: wide, height: tall };
       for (const [key, value] of Object.entries(place)) ring.setAttribute(key, value);
       ring.style.display = "";
@@ -102,7 +103,12 @@
     picture.addEventListener("pointerdown", move);
     picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
     document.addEventListener("pointerdown", (event) => { if (current && !holder.contains(event.target)) hide(); });
-    addEventListener("scroll", () => { if (current) hide(); }, { passive: true });
+    addEventListener("scroll", () => {
+      if (!current) return;
+      const { top, bottom } = ring.getBoundingClientRect();
+      if (bottom < 0 || top > innerHeight) hide();
+      else current.panel ? showCell(current.panel, current.row, current.column) : show(current);
+    }, { passive: true });
 
     const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     function stepPoint(along, across) {
@@ -164,7 +170,7 @@
     const button = document.createElement("button");
     button.textContent = "Copy";
     block.classList.add("copying");
-    block.append(button);
+    block.prepend(button);
     button.addEventListener("click", async () => {
       try {
         await navigator.clipboard.writeText(block.querySelector("code").textContent);
@@ -175,6 +181,13 @@
       }
       setTimeout(() => { button.textContent = "Copy"; }, 1500);
     });
+  }
+
+  // Tables that go on to the right fade there.
+  function fading(table) {
+    const mark = () => table.classList.toggle("more", table.scrollLeft + table.clientWidth < table.scrollWidth - 4);
+    table.addEventListener("scroll", mark, { passive: true });
+    new ResizeObserver(mark).observe(table);
   }
 
   function following() {
@@ -196,5 +209,6 @@
 
   document.querySelectorAll("figure .wide, figure .narrow").forEach(chart);
   document.querySelectorAll(".code").forEach(copying);
+  document.querySelectorAll(".scroll").forEach(fading);
   following();
 })();

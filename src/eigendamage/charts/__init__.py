@@ -8,7 +8,7 @@ from eigendamage.charts.bars import bars
 from eigendamage.charts.curves import curves
 from eigendamage.charts.drawing import FONT, INK, PAPER, SOFT, Drawn, Room, element, escaped, legend, number, paragraph
 from eigendamage.charts.heatmaps import heatmap
-from eigendamage.figures import Figure
+from eigendamage.figures import Figure, Real
 
 WIDE, NARROW = 860, 360
 DRAW: dict[str, Callable[[Figure, Room, bool], Drawn]] = {"lines": curves, "bars": bars, "heatmap": heatmap}
@@ -30,7 +30,7 @@ def svg(figure: Figure, width: int = WIDE, embedded: bool = False) -> str:
         found, bottom = paragraph(figure.note, Room(margin, width - margin, bottom + 8), 12, SOFT)
         parts += found
     height = bottom + margin
-    size: dict[str, str | float] = {} if embedded else {"width": width, "height": height}
+    size: dict[str, str | Real] = {} if embedded else {"width": width, "height": height}
     # In a page a title would cover the page's own tooltips.
     around = (
         []

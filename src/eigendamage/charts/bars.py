@@ -24,7 +24,7 @@ from eigendamage.charts.drawing import (
     tint,
 )
 from eigendamage.charts.scales import Scale, fitting, span_text, value_text
-from eigendamage.figures import Figure, Number, Series
+from eigendamage.figures import Figure, Number, Real, Series
 
 GAP = 8.0  # between categories
 
@@ -34,23 +34,23 @@ class Rows:
     """A scale from left to right, and a row below the other for each category, with room for a bar of each series."""
 
     scale: Scale
-    left: float
-    right: float
-    top: float
-    thick: float
-    step: float
+    left: Real
+    right: Real
+    top: Real
+    thick: Real
+    step: Real
 
-    def across(self, value: Number) -> float | None:
+    def across(self, value: Number) -> Real | None:
         share = self.scale.share(value)
         return None if share is None else self.left + share * (self.right - self.left)
 
     @property
-    def start(self) -> float:
+    def start(self) -> Real:
         """Where bars stand; on a logarithmic scale, which has no zero, at its first tick."""
         zero = self.across(0.0)
         return self.left if zero is None else zero
 
-    def middle(self, row: int) -> float:
+    def middle(self, row: int) -> Real:
         return self.top + self.step * (row + 0.5)
 
 
@@ -66,7 +66,7 @@ def bars(figure: Figure, room: Room, embedded: bool) -> Drawn:
     parts += [_series(figure, place, rows, embedded) for place in range(len(figure.series))]
     parts.append(element("path", d=_upright(rows.start, rows.top, bottom), **tint(SOFT, "stroke")))
     parts.append(label((rows.left + rows.right) / 2, bottom + 40, figure.y_label, 13, anchor="middle", colour=SOFT))
-    return parts, bottom + 48
+    return parts, bottom + 44
 
 
 def _rows(figure: Figure, room: Room, names: Sequence[str]) -> Rows:
@@ -76,7 +76,7 @@ def _rows(figure: Figure, room: Room, names: Sequence[str]) -> Rows:
     right = room.right - (58 if count == 1 else 14)
     values = [v for series in figure.series for some in (series.y, series.low or (), series.high or ()) for v in some]
     scale = fitting(values, right - left, log=figure.log_y, percent=figure.percent_y, most=5 if room.narrow else 9, zero=True)
-    return Rows(scale, left, right, room.top + 30, thick, max(count * thick, 12.0) + GAP)
+    return Rows(scale, left, right, room.top + (30 if figure.x_label else 6), thick, max(count * thick, 12.0) + GAP)
 
 
 def _series(figure: Figure, place: int, rows: Rows, embedded: bool) -> str:
@@ -91,20 +91,20 @@ def _series(figure: Figure, place: int, rows: Rows, embedded: bool) -> str:
         drawn.append(_bar(rows.start, end, y, rows.thick, colour_of(style_of(series, place))))
         drawn += _whisker(series, at, rows, y + rows.thick / 2)
         if len(figure.series) == 1:
-            text = value_text(value, figure.percent_y)
+            text = value_text(value, figure.percent_y, digits=3)
             drawn.append(label(_furthest(series, at, rows, end) + 6, y + rows.thick / 2 + 4, text, 11))
         said = span_text(series, at, figure.percent_y)
         hovers.append(Hover(end, y + rows.thick / 2, figure.categories[int(row)], said))
     return series_group(drawn, place, series, hovers if embedded else None)
 
 
-def _furthest(series: Series, at: int, rows: Rows, end: float) -> float:
+def _furthest(series: Series, at: int, rows: Rows, end: Real) -> Real:
     """Right of a bar and its whisker."""
     whisker = None if series.high is None else rows.across(series.high[at])
     return max(rows.start, end, end if whisker is None else whisker)
 
 
-def _grid(rows: Rows, bottom: float) -> list[str]:
+def _grid(rows: Rows, bottom: Real) -> list[str]:
     parts = []
     for share, text in rows.scale.marks():
         x = rows.left + share * (rows.right - rows.left)
@@ -113,17 +113,17 @@ def _grid(rows: Rows, bottom: float) -> list[str]:
     return parts
 
 
-def _upright(x: float, top: float, bottom: float) -> str:
+def _upright(x: Real, top: Real, bottom: Real) -> str:
     return f"M{number(x)} {number(top)}V{number(bottom)}"
 
 
-def _bar(start: float, end: float, y: float, thick: float, colour: str) -> str:
+def _bar(start: Real, end: Real, y: Real, thick: Real, colour: str) -> str:
     # Thinner than its place, so that neighbours stay apart; a trace of a bar where the value is zero.
     width = max(abs(end - start), 1.0)
     return element("rect", x=min(start, end), y=y + 0.5, width=width, height=thick - 1, rx=1.5, fill=colour)
 
 
-def _whisker(series: Series, at: int, rows: Rows, y: float) -> list[str]:
+def _whisker(series: Series, at: int, rows: Rows, y: Real) -> list[str]:
     if series.low is None or series.high is None:
         return []
     first, last = rows.across(series.low[at]), rows.across(series.high[at])

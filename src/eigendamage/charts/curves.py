@@ -23,11 +23,11 @@ from eigendamage.charts.drawing import (
     tint,
 )
 from eigendamage.charts.scales import Scale, fitting, scale_for, span_text, value_text
-from eigendamage.figures import Figure, Number, Series
+from eigendamage.figures import Figure, Number, Real, Series
 
-# Above so many points only every so many carries a marker.
-MARKERS_AT_MOST = 26
-Spot: TypeAlias = tuple[float, float]
+# Where points lie closer together, only every so many carries a marker.
+BETWEEN_MARKERS = 30.0
+Spot: TypeAlias = tuple[Real, Real]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Plane:
 
     across: Scale
     up: Scale
-    left: float
-    right: float
-    top: float
-    bottom: float
+    left: Real
+    right: Real
+    top: Real
+    bottom: Real
 
     def spot(self, x: Number, y: Number) -> Spot | None:
         """Where a point lies; None if it is unknown."""
@@ -57,7 +57,7 @@ def curves(figure: Figure, room: Room, embedded: bool) -> Drawn:
     for place, series in reversed(list(enumerate(figure.series))):
         hovers = _hovers(figure, series, plane) if embedded else None
         parts.append(series_group(_curve(series, style_of(series, place), plane), place, series, hovers))
-    return parts, plane.bottom + 50
+    return parts, plane.bottom + 46
 
 
 def _plane(figure: Figure, room: Room) -> Plane:
@@ -105,9 +105,9 @@ def _curve(series: Series, style: int, plane: Plane) -> list[str]:
     if outline := _band(series, plane):
         parts.append(element("path", d=outline, fill=colour, fill_opacity="0.16", stroke="none", class_="band"))
     if line := "".join(_path(run) for run in runs if len(run) > 1):
-        dash: dict[str, str | float] = {"stroke_dasharray": "6 5"} if series.dashed else {}
+        dash: dict[str, str | Real] = {"stroke_dasharray": "6 5"} if series.dashed else {}
         parts.append(element("path", d=line, fill="none", stroke=colour, stroke_width=2.2, stroke_linejoin="round", **dash))
-    every = -(-len(spots) // MARKERS_AT_MOST)
+    every = max(1, round(len(spots) * BETWEEN_MARKERS / (plane.right - plane.left)))
     alone = {run[0] for run in runs if len(run) == 1}  # no line shows it
     # Each series starts somewhere else, so that curves which coincide show several markers.
     seen = [spot for at, spot in enumerate(spots) if spot is not None and (at % every == style % every or spot in alone)]

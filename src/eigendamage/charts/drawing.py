@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eigendamage.figures import Series
+from eigendamage.figures import Real, Series
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 INK, SOFT, GRID, PAPER = "#1b1f24", "#57606a", "#e4e7eb", "#ffffff"
@@ -34,19 +34,19 @@ ILLEGAL = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 class Room:
     """Where to draw: between two columns, from a top downwards."""
 
-    left: float
-    right: float
-    top: float
+    left: Real
+    right: Real
+    top: Real
 
     @property
-    def width(self) -> float:
+    def width(self) -> Real:
         return self.right - self.left
 
     @property
     def narrow(self) -> bool:
         return self.width < 500
 
-    def below(self, top: float) -> Room:
+    def below(self, top: Real) -> Room:
         return Room(self.left, self.right, top)
 
 
@@ -54,13 +54,13 @@ class Room:
 class Hover:
     """A point as a page hovers over it: where it is, what it belongs to and how much it is."""
 
-    x: float
-    y: float
+    x: Real
+    y: Real
     of: str
     value: str
 
 
-Drawn: TypeAlias = tuple[list[str], float]  # elements, and where the next thing below may start
+Drawn: TypeAlias = tuple[list[str], Real]  # elements, and where the next thing below may start
 
 
 def escaped(text: str) -> str:
@@ -68,11 +68,11 @@ def escaped(text: str) -> str:
     return html.escape(ILLEGAL.sub("\ufffd", text))
 
 
-def number(value: float) -> str:
+def number(value: Real) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else str(int(value))
 
 
-def element(name: str, content: str = "", /, **attributes: str | float) -> str:
+def element(name: str, content: str = "", /, **attributes: str | Real) -> str:
     """``class_`` and ``stroke_width`` stand for ``class`` and ``stroke-width``; the content is XML already."""
     parts = [name]
     for key, value in attributes.items():
@@ -80,26 +80,24 @@ def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     return f"<{' '.join(parts)}>{content}</{name}>" if content else f"<{' '.join(parts)}/>"
 
 
-def label(
-    x: float, y: float, text: str, size: float = 13, *, anchor: str = "start", colour: str = INK, bold: bool = False
-) -> str:
-    weight: dict[str, str | float] = {"font_weight": "600"} if bold else {}
+def label(x: Real, y: Real, text: str, size: Real = 13, *, anchor: str = "start", colour: str = INK, bold: bool = False) -> str:
+    weight: dict[str, str | Real] = {"font_weight": "600"} if bold else {}
     return element("text", escaped(text), x=x, y=y, font_size=size, text_anchor=anchor, **tint(colour), **weight)
 
 
-def tint(colour: str, attribute: str = "fill") -> dict[str, str | float]:
+def tint(colour: str, attribute: str = "fill") -> dict[str, str | Real]:
     """The colour, and a class by which a page may give it another one, as dark pages do."""
     return {attribute: colour, "class_": {INK: "ink", SOFT: "soft", GRID: "grid", PAPER: "paper"}.get(colour, "")}
 
 
-def text_width(text: str, size: float = 13) -> float:
+def text_width(text: str, size: Real = 13) -> Real:
     """Generous, for whatever sans serif there is."""
     narrow, wide = sum(c in " .,:;|!'il()[]-jtf" for c in text), sum(c in "mwMW%@→×" or c > "\u2e80" for c in text)
     capital = sum("A" <= c <= "Z" and c not in "MW" for c in text)
     return size * (0.58 * (len(text) - narrow - wide - capital) + 0.36 * narrow + 0.95 * wide + 0.7 * capital)
 
 
-def shortened(text: str, room: float, size: float = 13) -> str:
+def shortened(text: str, room: Real, size: Real = 13) -> str:
     """Without its middle, if it is wider than there is room: what tells names apart stands at their ends."""
     if text_width(text, size) <= room:
         return text
@@ -111,7 +109,7 @@ def shortened(text: str, room: float, size: float = 13) -> str:
     return "…"
 
 
-def wrapped(text: str, room: float, size: float = 13) -> list[str]:
+def wrapped(text: str, room: Real, size: Real = 13) -> list[str]:
     lines: list[str] = []
     for word in text.split():
         if lines and text_width(f"{lines[-1]} {word}", size) <= room:
@@ -134,7 +132,7 @@ def style_class(style: int) -> str:
     return f"s{style % len(COLOURS)}"
 
 
-def paragraph(text: str, room: Room, size: float, colour: str, bold: bool = False) -> Drawn:
+def paragraph(text: str, room: Room, size: Real, colour: str, bold: bool = False) -> Drawn:
     lines = wrapped(text, room.width, size)
     step = 1.4 * size
     parts = [label(room.left, room.top + step * n + size, line, size, colour=colour, bold=bold) for n, line in enumerate(lines)]
@@ -143,7 +141,7 @@ def paragraph(text: str, room: Room, size: float, colour: str, bold: bool = Fals
 
 def series_group(parts: Sequence[str], place: int, series: Series, hovers: Sequence[Hover] | None) -> str:
     """All of one series, in its colour, with what a page needs to hover over it."""
-    data: dict[str, str | float] = {"data_series": str(place)}
+    data: dict[str, str | Real] = {"data_series": str(place)}
     if hovers is not None:
         points = [(round(hover.x, 1), round(hover.y, 1), hover.of, hover.value) for hover in hovers]
         data |= {"data_label": series.label, "data_points": json.dumps(points, ensure_ascii=False, separators=(",", ":"))}
@@ -159,13 +157,14 @@ def legend(all_series: Sequence[Series], room: Room, bars: bool) -> Drawn:
     parts, at, y, size, row = [], room.left, room.top, 13.0, 26.0
     for place, series in enumerate(all_series):
         style = style_of(series, place)
-        short = shortened(series.label, room.width - 44, size)
-        width = 48 + text_width(short, size)
+        indent = 22 if bars else 34
+        short = shortened(series.label, room.width - indent - 10, size)
+        width = indent + 14 + text_width(short, size)
         if at > room.left and at + width > room.right + 12:
             at, y = room.left, y + row
-        hit = element("rect", width=width - 6, height=row, y=-row / 2, fill="transparent", rx=5, class_="hit")
+        hit = element("rect", x=-6, width=width, height=row, y=-row / 2, fill="transparent", rx=5, class_="hit")
         sample = _bar_sample(style) if bars else _line_sample(style, series.dashed)
-        name = label(34, 4.5, short, size) + (element("title", escaped(series.label)) if short != series.label else "")
+        name = label(indent, 4.5, short, size) + (element("title", escaped(series.label)) if short != series.label else "")
         spot = f"translate({number(at)} {number(y + row / 2)})"
         parts.append(element("g", hit + sample + name, class_="key", data_series=str(place), transform=spot))
         at += width
@@ -173,12 +172,12 @@ def legend(all_series: Sequence[Series], room: Room, bars: bool) -> Drawn:
 
 
 def _line_sample(style: int, dashed: bool) -> str:
-    dash: dict[str, str | float] = {"stroke_dasharray": "5 4"} if dashed else {}
+    dash: dict[str, str | Real] = {"stroke_dasharray": "5 4"} if dashed else {}
     line = element("path", d="M2 0H28", stroke_width=2.2, fill="none", stroke=colour_of(style), **dash)
     marker = element("path", d=marker_of(style), transform="translate(15 0)", fill=colour_of(style), stroke="none")
     return element("g", line + marker, class_=style_class(style))
 
 
 def _bar_sample(style: int) -> str:
-    box = element("rect", x=12, y=-7, width=15, height=14, rx=2.5, fill=colour_of(style))
+    box = element("rect", x=0, y=-7, width=15, height=14, rx=2.5, fill=colour_of(style))
     return element("g", box, class_=style_class(style))

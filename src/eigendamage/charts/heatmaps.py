@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from eigendamage.charts.drawing import GRID, INK, SOFT, Drawn, Room, element, label, number, shortened, tint
 from eigendamage.charts.scales import Scale, fitting, value_text
-from eigendamage.figures import Figure, Matrix
+from eigendamage.figures import Figure, Matrix, Real
 
 # Viridis at nine places: even to the eye, and to the colour-blind.
 ANCHORS = ("440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
@@ -33,7 +33,7 @@ def heatmap(figure: Figure, room: Room, embedded: bool) -> Drawn:
     return [*parts, *bar], bottom
 
 
-def _height(matrix: Matrix, width: float) -> float:
+def _height(matrix: Matrix, width: Real) -> Real:
     return min(width * len(matrix.values) / len(matrix.values[0]), 1.6 * width)
 
 
@@ -43,7 +43,7 @@ def _panel(matrix: Matrix, place: int, figure: Figure, scale: Scale, room: Room,
     top = room.top + 26
     cells = element("rect", width=columns, height=rows, **tint(GRID)) + _cells(matrix, scale)
     frame = f"translate({number(room.left)} {number(top)}) scale({room.width / columns:.6g} {height / rows:.6g})"
-    data: dict[str, str | float] = {}
+    data: dict[str, str | Real] = {}
     if embedded:
         texts = [["–" if scale.share(v) is None else value_text(float(v or 0)) for v in row] for row in matrix.values]
         box = [room.left, top, room.width, height]
@@ -70,7 +70,7 @@ def _cells(matrix: Matrix, scale: Scale) -> str:
     return "".join(element("path", d="".join(path), fill=_colour(level)) for level, path in sorted(paths.items()))
 
 
-def _level(share: float | None) -> int | None:
+def _level(share: Real | None) -> int | None:
     return None if share is None else min(LEVELS - 1, max(0, math.floor(share * LEVELS)))
 
 
