@@ -33,6 +33,12 @@ from eigendamage.lab.settings import Pruning, Site
 from eigendamage.lab.subjects import is_own
 from eigendamage.methods import METHODS
 
+
+
+class WrongUsage(ValueError):
+    """Arguments that do not go together."""
+
+
 RUNS = Path("runs")
 FIRST = RUNS / "digits-resnet20"  # what `train` makes when it is told nothing
 
@@ -77,12 +83,12 @@ class Start:
     def source(self) -> Source:
         if self.model is None:
             if self.data is not None or self.weights is not None:
-                raise ValueError("data, weights: go with --model; a run knows its own")
+                raise WrongUsage("data, weights: go with --model; a run knows its own")
             return Source.of(self.run)
         if self.data is None:
-            raise ValueError("data: --model needs --data, a data set or package.module:function")
+            raise WrongUsage("data: --model needs --data, a data set or package.module:function")
         if self.weights is None and not is_own(self.model):
-            raise ValueError(f"weights: {self.model} needs --weights, or train it and give its --run")
+            raise WrongUsage(f"weights: {self.model} needs --weights, or train it and give its --run")
         return Source(self.model, self.data, self.weights)
 
     @property
@@ -145,7 +151,7 @@ class Goal:
         if self.rank is not None:
             given["ranks"] = self.rank
         if not given.keys() & {"ratio", "macs", "params", "latency", "loss", "ranks"}:
-            raise ValueError("how small? Give a budget, such as --macs 0.5, or a --method with its --ratio")
+            raise WrongUsage("how small? Give a budget, such as --macs 0.5, or a --method with its --ratio")
         return given
 
 
@@ -222,7 +228,7 @@ def finetune(start: Start, tuning: Tuning, place: Place, out: Path | None = None
     folder = out or RUNS / f"{start.label}-finetuned"
     training = tuning.training(source.data)
     if training.distill:
-        raise ValueError("distill: is for prune and iterate, which know the dense model")
+        raise WrongUsage("distill: is for prune and iterate, which know the dense model")
     _trained(folder, projects.train_in(folder, source, training, place.site(), _commands()))
 
 
@@ -364,7 +370,7 @@ def reproduce(
     """
     files = list(from_results)
     if (name is None) == (not files):
-        raise ValueError("name: give the name of an experiment, or --from-results, and not both")
+        raise WrongUsage("name: give the name of an experiment, or --from-results, and not both")
     if name is not None:
         changes = Changes(seeds, epochs, training_epochs, examples, precision, networks, weights)
         site = place.site(runs)
@@ -448,6 +454,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stop.code, str):
             return _complain(stop.code)
         return DONE if stop.code is None else stop.code
+    except WrongUsage as error:
+        return _complain(str(error), WRONG)
     except (ValueError, TypeError, OSError, ImportError, CellsFailed) as error:
         return _complain(str(error))
     except KeyboardInterrupt:
@@ -463,9 +471,9 @@ def _commands() -> list[str]:
     return [shlex.join(["eigendamage", *_GIVEN])]
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, code: int = FAILED) -> int:
     print(f"eigendamage: {message}", file=sys.stderr)
-    return FAILED
+    return code
 
 
 def _print_table(data: TableData) -> None:

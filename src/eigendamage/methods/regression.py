@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from eigendamage.curvature import LayerCurvature
 from eigendamage.linalg import damped, exact, roots
@@ -98,6 +99,9 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
     """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
     explained, factor = _features(given, first)
     u, s, v = torch.linalg.svd(explained, full_matrices=False)
+    # There may be fewer features than outputs: the directions that nothing is left for stay empty.
+    empty = max(0, outputs - len(s))
+    u, s, v = F.pad(u, (0, empty)), F.pad(s, (0, empty)), F.pad(v, (0, 0, 0, empty))
     core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
     return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
 
