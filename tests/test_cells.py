@@ -157,7 +157,7 @@ def test_given_weights(tmp_path: Path) -> None:
 
 
 def test_the_fisher_is_more_diagonal_in_the_kfe(tmp_path: Path) -> None:
-    found = run(Fisher(width=6, epochs=15), Site(tmp_path, progress=False))
+    found = run(Fisher(width=6), Site(tmp_path, progress=False))
     assert found["kfe"]["share"] < found["parameters"]["share"] / 2
     matrix = torch.tensor(found["kfe"]["matrix"])
     assert matrix.shape == (36, 36)

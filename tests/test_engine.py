@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cells import without_times
 
 from eigendamage.lab import engine
 from eigendamage.lab.engine import CellsFailed, Engine, on_ray, run_cells, run_data
 from eigendamage.lab.runs import Training
 from eigendamage.lab.settings import Dense, Fisher, Pruning, Site, as_data, name_of
-from test_cells import without_times
 
 pytest.importorskip("sklearn")
 
