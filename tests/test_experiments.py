@@ -147,7 +147,9 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         read_results(path)
 
 
-def test_from_a_command_to_pages(tmp_path: Path) -> None:
+def test_from_a_command_to_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EXPERIMENTS["curves"]
+    monkeypatch.setitem(EXPERIMENTS, "curves", replace(whole, cells=lambda scale: whole.cells(scale)[3:4]))
     changes = Changes(seeds=1, epochs=1, training_epochs=1, examples=40, networks=("resnet20",))
     place = {"root": tmp_path / "runs", "data": tmp_path / "data", "results": tmp_path / "results", "progress": False}
     path = reproduce("curves", "digits", changes, commands=["eigendamage reproduce curves"], **place)

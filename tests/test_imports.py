@@ -63,6 +63,7 @@ ORDER = [
     "lab",
     "demo",
     "bench",
+    "options",
     "cli",
 ]
 

@@ -6,11 +6,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -29,139 +27,11 @@ from eigendamage.lab.reproduce import reproduce as run_experiment
 from eigendamage.lab.reproduce import write_docs, write_report
 from eigendamage.lab.runs import Training
 from eigendamage.lab.scales import SCALES, Changes
-from eigendamage.lab.settings import Pruning, Site
-from eigendamage.lab.subjects import is_own
-from eigendamage.methods import METHODS
-
-
-
-class WrongUsage(ValueError):
-    """Arguments that do not go together."""
-
-
-RUNS = Path("runs")
-FIRST = RUNS / "digits-resnet20"  # what `train` makes when it is told nothing
+from eigendamage.lab.settings import Pruning
+from eigendamage.methods import METHODS, method_named
+from eigendamage.options import RUNS, Goal, Place, Start, Statistics, Tuning, WrongUsage, check
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where things are, and where the work is done."""
-
-    data_root: Path = Path("data")
-    """The folder that holds the data sets."""
-    device: str = "auto"
-    """As torch names it; auto takes an accelerator where there is one."""
-    quiet: bool = False
-    """Show no progress."""
-
-    def site(self, root: Path = RUNS) -> Site:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-        return Site(root, self.data_root, device=device, progress=not self.quiet)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The model to start from: that of a run, or your own."""
-
-    run: Path = FIRST
-    """The folder of a run."""
-    model: str | None = None
-    """Instead of a run: a function that returns your model, as package.module:function, or a network of the lab."""
-    data: str | None = None
-    """With --model: a function that returns batches to train and to test on, as package.module:function, or a data set."""
-    weights: Path | None = None
-    """With --model: a safetensors file, where the model does not come with its weights."""
-
-    def source(self) -> Source:
-        if self.model is None:
-            if self.data is not None or self.weights is not None:
-                raise WrongUsage("data, weights: go with --model; a run knows its own")
-            return Source.of(self.run)
-        if self.data is None:
-            raise WrongUsage("data: --model needs --data, a data set or package.module:function")
-        if self.weights is None and not is_own(self.model):
-            raise WrongUsage(f"weights: {self.model} needs --weights, or train it and give its --run")
-        return Source(self.model, self.data, self.weights)
-
-    @property
-    def label(self) -> str:
-        return self.run.name if self.model is None else self.model.replace(":", "-")
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Fine-tuning; the defaults are the paper's."""
-
-    epochs: int | None = None
-    """None: 150 as in the paper, but 10 on digits, and none on data of your own."""
-    batch_size: int = 128
-    learning_rate: float = 1e-3
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    schedule: Literal["steps", "cosine"] = "steps"
-    warmup: float = 0.0
-    """In epochs."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    channels_last: bool = False
-    augment: bool = True
-    distill: float = 0.0
-    """The share of the dense model's predictions in the loss."""
-    seed: int = 0
-
-    def training(self, data: str) -> Training:
-        usual = 0 if is_own(data) else 10 if data == "digits" else 150
-        values = vars(self) | {"epochs": usual if self.epochs is None else self.epochs}
-        return Training(**values)
-
-
-@dataclass(frozen=True)
-class Goal:
-    """How small: a method with its ratio or ranks, or budgets, for which every layer gets the structure that suits it."""
-
-    method: Annotated[str | None, arg(metavar="NAME")] = None
-    """See `eigendamage list`."""
-    ratio: float | None = None
-    """The paper's knob: the share of all channels or directions that goes."""
-    macs: float | None = None
-    """A budget: the share of the multiply-accumulates that stays."""
-    params: float | None = None
-    """A budget: the share of the parameters that stays."""
-    latency: float | None = None
-    """A budget: the share of the time of a pass that stays, as measured here and now."""
-    loss: float | None = None
-    """A budget: by how much the loss may grow."""
-    ranks: float | None = None
-    """For cp: a multiple of each layer's rank."""
-    rank: int | None = None
-    """For cp: one rank for all layers."""
-    cap: float | None = None
-    """With a method: at most this share of a layer goes. 0.95 where it is not given."""
-
-    def planning(self) -> dict[str, Any]:
-        given = {key: value for key, value in vars(self).items() if value is not None and key != "rank"}
-        if self.rank is not None:
-            given["ranks"] = self.rank
-        if not given.keys() & {"ratio", "macs", "params", "latency", "loss", "ranks"}:
-            raise WrongUsage("how small? Give a budget, such as --macs 0.5, or a --method with its --ratio")
-        return given
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What is measured before pruning."""
-
-    examples: int = 2000
-    labels: Literal["sampled", "given"] = "sampled"
-    """Labels for the gradients: drawn from the model's own prediction, or those of the data."""
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------------
@@ -207,10 +77,20 @@ def train(
         place: where.
     """
     usual = {"digits": 15, "tiny-imagenet": 300}.get(data, 150)
-    chosen = {"epochs": usual if epochs is None else epochs, "batch_size": batch_size, "learning_rate": learning_rate}
-    chosen |= {"momentum": momentum, "weight_decay": weight_decay, "schedule": schedule, "warmup": warmup, "l1": l1}
-    chosen |= {"precision": precision, "channels_last": channels_last, "augment": augment, "seed": seed}
-    training = Training(**chosen)  # type: ignore[arg-type]
+    training = Training(
+        epochs=usual if epochs is None else epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        warmup=warmup,
+        l1=l1,
+        precision=precision,
+        channels_last=channels_last,
+        augment=augment,
+        seed=seed,
+    )
     folder = out or RUNS / f"{data}-{model}".replace(":", "-")
     _trained(folder, projects.train_in(folder, Source(model, data), training, place.site(), _commands()))
 
@@ -293,7 +173,11 @@ def iterate(
     """
     if rounds < 1:
         raise ValueError(f"rounds: must be at least 1; got {rounds}")
-    _prune(start, {"method": method, "ratio": ratio, "cap": cap}, statistics, tuning, place, False, rounds, out)
+    planning = {"method": method, "ratio": ratio, "cap": cap}
+    check(planning)
+    if method_named(method).removes != "channels" and method != "eigendamage":
+        raise ValueError(f"method: rounds are of eigendamage or of methods that remove channels; got {method!r}")
+    _prune(start, planning, statistics, tuning, place, False, rounds, out)
 
 
 def _prune(

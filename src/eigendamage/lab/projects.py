@@ -115,8 +115,8 @@ def _report(result: Content, cell: Pruning, commands: Sequence[str]) -> tuple[st
     for number, entry in enumerate(rounds, 1):
         plan = Plan.from_json(json.dumps(entry["plan"]))
         before = dense if number == 1 else rounds[number - 2]
-        costs = (Cost(found["params"], found["macs"]) for found in (before, entry))
-        section = plan_section(plan, Report(*costs, plan))
+        dense_cost, cost = (Cost(found["params"], found["macs"]) for found in (before, entry))
+        section = plan_section(plan, Report(dense_cost, cost, plan))
         sections.append(section if len(rounds) == 1 else Section(f"Round {number}: {section.title}", section.parts))
     sections.append(Section("Commands", [Code(list(commands))]))
     left = rounds[-1]["params"] / dense["params"], rounds[-1]["macs"] / dense["macs"]
