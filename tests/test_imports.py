@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 ORDER = [
     "checks",
     "layers",
+    "streams",
     "passes",
     "processes",
     "linalg",
@@ -36,6 +37,7 @@ ORDER = [
     "batches",
     "methods",
     "observing",
+    "reading",
     "selection",
     "structures",
     "timing",

@@ -164,11 +164,13 @@ def test_a_run_stopped_in_the_middle_of_an_epoch_comes_to_the_same_end(
     with pytest.raises(Stopped):
         train(stopped_in(batch), data(), TRAINING, tmp_path, progress=False)
     assert not (tmp_path / "model.safetensors").exists()
+    (tmp_path / ".0123456789abcdef.tmp").touch()  # as a process leaves that is killed while it writes
     assert len(metrics_in(tmp_path)) == (batch - 1) // 4
     torch.manual_seed(99)
     model = network()
     metrics = train(model, data(), TRAINING, tmp_path, progress=False)
     assert same(model, whole[0]) and without_times(metrics) == without_times(whole[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl", "model.safetensors"]
 
 
 @pytest.mark.parametrize("function", ["finetune.checkpoints.write", "lab.runs.save"])
@@ -219,6 +221,14 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match=r"has a model\.safetensors but no config\.json, so it is no run's folder"):
+        train(network(), data(), TRAINING, tmp_path, resume=resume, progress=False)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 # --- what it is trained with ------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +259,29 @@ def test_l1_needs_batch_norm(tmp_path: Path) -> None:
         train(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), data(), TRAINING, tmp_path, progress=False)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_an_accelerator(tmp_path: Path) -> None:
+    model, here = network().cuda(), data()
+    for ours, theirs in zip(
+        here.train.batches(8, shuffle=True, augment=True),
+        here.to("cuda").train.batches(8, shuffle=True, augment=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(theirs[0].cpu(), ours[0])
+        assert theirs[0].is_cuda and torch.equal(theirs[1].cpu(), ours[1])
+    training = replace(TRAINING, precision="bfloat16", channels_last=True)
+    state = torch.cuda.get_rng_state()
+    metrics = train(model, here, training, tmp_path, progress=False)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    again = network(1).cuda()
+    assert train(again, here, training, tmp_path, progress=False) == metrics and same(model, again)
+
+
 # --- several processes ------------------------------------------------------------------------------------------------------
 
 PROCESSES = 2
-TOGETHER = replace(TRAINING, epochs=2)
+TOGETHER = replace(TRAINING, epochs=2, channels_last=True)
 
 
 def still() -> nn.Module:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from eigendamage.layers import channel_dim, kind_of, reasons_to_stay
 from eigendamage.operations import Label, carried, is_elementwise
 from eigendamage.passes import restoring, tensors_in
+from eigendamage.streams import ChannelSelection
 
 FIXED = -1
 
@@ -78,7 +79,7 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if (kind_of(module) and name not in stay) or _is_per_channel(module)
+        if (kind_of(module) and name not in stay) or _is_per_channel(module) or type(module) is ChannelSelection
         if "forward" not in vars(module) and not module._modules
         if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
         if all(uses[id(tensor)] == 1 for tensor in _tensors_of(module))
@@ -100,7 +101,9 @@ def channel_dim_of(module: nn.Module, rank: int) -> int:
 
 
 def _multiplier(module: nn.Module, inputs: int) -> int | None:
-    """Outputs per input of a module that keeps its channels apart; None if it mixes them."""
+    """Outputs per input of a module that keeps its channels apart; None if it mixes them or has channels of its own."""
+    if type(module) is ChannelSelection:
+        return None
     if not kind_of(module):
         return 1
     return module.out_channels // inputs if getattr(module, "groups", 1) == inputs > 1 else None
@@ -192,6 +195,8 @@ class _Watch(TorchDispatchMode):
             if getattr(module, "groups", 1) > 1:
                 self.fix(inputs, f"its channels are the input of {name}, which is grouped")
                 self.fix(outputs, f"it is grouped (groups={module.groups})")
+            elif type(module) is ChannelSelection:
+                self.fix(inputs, f"its channels are a stream that stays whole; {name} selects from it")
         if name in self.fixed:
             self.fix(outputs, "skipped on request")
         return outputs

@@ -18,7 +18,7 @@ from eigendamage import checkpoints
 from eigendamage.batches import Forward
 from eigendamage.checks import require, require_batches, require_choice, require_function, require_number, require_whole
 from eigendamage.objective import Objective
-from eigendamage.processes import distributed, sum_over_processes
+from eigendamage.processes import distributed, place, sum_over_processes
 from eigendamage.progress import track
 from eigendamage.synchronised import share_gradients, synchronised
 
@@ -115,12 +115,13 @@ def finetune(
     history = []
     if path is not None:
         history = [Epoch(**row) for row in checkpoints.resume(path, model, descent, settings, batches)]
+    shown = progress and place()[0] == 0
     with _modes_kept(model, teacher), synchronised(model):
         for number in range(len(history), epochs):
             model.train()
             _announce(batches, number)
             rates = _rates(schedule, learning_rate, number, epochs, warmup, batches)
-            history.append(_epoch(number, objective, track(batches, f"epoch {number + 1}", progress), descent, rates))
+            history.append(_epoch(number, objective, track(batches, f"epoch {number + 1}", shown), descent, rates))
             if each_epoch is not None:
                 each_epoch(history[-1], model)
             if path is not None:

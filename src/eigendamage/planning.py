@@ -20,6 +20,7 @@ from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
 from eigendamage.offers import offers
 from eigendamage.plans import Choice, Plan, kept_where
+from eigendamage.reading import reading_scores
 from eigendamage.selection import keep_by_percentile, keep_units
 from eigendamage.timing import Stopwatch
 
@@ -130,7 +131,7 @@ def _plan_channels(
         raise ValueError(f"method {method!r} needs the coupling of channels; name the method in measure(..., methods=[...])")
     coupling, modules = curvature.coupling, candidates(model)
     row = method_named(method)
-    losses = _scores(curvature, modules, row)
+    losses = _scores(curvature, modules, row) | reading_scores(model, curvature, row)
     scores = {name: _normalized(values) for name, values in losses.items()} if rules.normalize else losses
     count = coupling.count
     _leave_last_linear(layers, curvature, rules)

@@ -82,11 +82,11 @@ def _along(chain: Chain, prices: Tensor) -> list[int]:
     best[0] = 0
     steps = []
     for layer in chain:
-        prices_here = best[layer.inlets] + layer.losses + layer.costs @ prices
-        order = prices_here.argsort(descending=True, stable=True)  # the cheapest is written last, and stays
-        option = torch.full((widths,), -1)
-        option[layer.outlets[order]] = order
-        best = torch.where(option >= 0, prices_here[option], torch.inf)
+        here = best[layer.inlets] + layer.losses + layer.costs @ prices
+        best = torch.full_like(best, torch.inf).scatter_reduce(0, layer.outlets, here, "amin")
+        count = len(here)
+        numbers = torch.arange(count).where(here == best[layer.outlets], count)  # of equally cheap options, the first
+        option = torch.full((widths,), count).scatter_reduce(0, layer.outlets, numbers, "amin")
         steps.append(option)
     chosen, width = [], 0
     for layer, option in zip(reversed(chain), reversed(steps), strict=True):

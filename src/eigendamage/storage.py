@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from eigendamage import files
 from eigendamage.layers import CONVOLUTIONS, TRANSPOSED, call_by_stages, deep_copy, describe_like, kind_of, require_values, some
+from eigendamage.streams import ChannelSelection
 from eigendamage.structures import STAGES
 
 KIND = "model"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-LAYERS = {cls.__name__: cls for cls in (*CONVOLUTIONS.values(), *TRANSPOSED.values(), nn.Linear, *NORMS, nn.PReLU)}
+LAYERS = {
+    cls.__name__: cls for cls in (*CONVOLUTIONS.values(), *TRANSPOSED.values(), nn.Linear, *NORMS, nn.PReLU, ChannelSelection)
+}
 
 # The names that layers give to the width of their input and of their output; "nx" and "nf" are Hugging Face's Conv1D.
 WIDTHS: list[tuple[str, ...]] = [("in_channels", "out_channels"), ("in_features", "out_features"), ("nx", "nf")]
-WIDTHS += [("num_features", "num_features"), ("num_parameters", "num_parameters")]
+WIDTHS += [(name, name) for name in ("num_features", "num_parameters", "channels")]
 GEOMETRY = ("transposed", "kernel_size", "stride", "padding", "output_padding", "dilation", "padding_mode")
 
 Spec = dict[str, Any]

@@ -43,8 +43,8 @@ def share_gradients(parameters: Sequence[nn.Parameter], examples: int) -> None:
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), own[0].new_tensor([float(examples)])])
         dist.all_reduce(flat)
         parts = (flat[:-1] / flat[-1]).split([p.numel() for p in own])
-        for parameter, part in zip(own, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, gradient, part in zip(own, gradients, parts, strict=True):
+            parameter.grad = gradient.copy_(part.view_as(gradient))
 
 
 class _Sum(torch.autograd.Function):

@@ -64,8 +64,9 @@ class Stopwatch:
         self.model, self.example_inputs, self.turns = model, example_inputs, turns
         self.modules = {name: module for name, module in model.named_modules() if not module._modules}
         self.calls: dict[str, list[Tensor]] = {name: [] for name in self.modules}
-        with self._quietly(), _noting(self.modules, self.calls):
-            called(model, example_inputs)
+        with self._quietly():
+            with _noting(self.modules, self.calls):
+                called(model, example_inputs)
             self.dense = min(interleaved([partial(called, model, example_inputs)], turns)[0])
 
     def compare(self, other: nn.Module) -> float:

@@ -52,7 +52,11 @@ def _parameters(model: nn.Module) -> int:
 
 
 def prepare(folder: Path, configuration: dict[str, Any], resume: bool) -> None:
+    """See that the folder is this run's, new or to go on with. Raises ValueError if it holds another."""
     path = folder / CONFIG
+    present = [name for name in (MODEL, CHECKPOINT, METRICS) if (folder / name).exists()]
+    if present and not path.is_file():
+        raise ValueError(f"{folder} has a {present[0]} but no {CONFIG}, so it is no run's folder; give another one")
     if resume and path.is_file():
         try:
             before = json.loads(path.read_text())
@@ -60,9 +64,11 @@ def prepare(folder: Path, configuration: dict[str, Any], resume: bool) -> None:
             raise ValueError(f"{path} is not JSON ({error}); a run of eigendamage needs a folder of its own") from None
         if differing := _differences(before, configuration):
             raise ValueError(f"{folder} holds another training: {'; '.join(differing)}. Give another folder, or resume=False")
+        for leftover in folder.glob(f".{'[0-9a-f]' * 16}.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink(missing_ok=True)
         return
-    for name in (MODEL, CHECKPOINT, METRICS):
-        (folder / name).unlink(missing_ok=True)
+    for name in present:
+        (folder / name).unlink()
     write_text(path, json.dumps(configuration, indent=2) + "\n")
 
 

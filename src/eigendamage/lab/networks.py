@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from eigendamage.checks import require_choice
+from eigendamage.streams import ChannelSelection
 
 VGG19 = (64, 64, "pool", 128, 128, "pool", *(256,) * 4, "pool", *(512,) * 4, "pool", *(512,) * 4)
 
@@ -75,18 +75,6 @@ class ResNet(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.layer3(self.layer2(self.layer1(out)))
         return self.fc(self.pool(out).flatten(1))
-
-
-class ChannelSelection(nn.Module):
-    """Reads some of the channels of a residual stream, which itself stays whole (Liu et al., Network Slimming)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        # A parameter that is not trained, because the paper's count of PreResNet29's parameters has it.
-        self.index = nn.Parameter(torch.arange(channels), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.index_select(1, self.index)
 
 
 class PreActivationBlock(nn.Module):

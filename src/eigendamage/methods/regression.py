@@ -99,9 +99,8 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
     """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
     explained, factor = _features(given, first)
     u, s, v = torch.linalg.svd(explained, full_matrices=False)
-    # There may be fewer features than outputs: the directions that nothing is left for stay empty.
-    empty = max(0, outputs - len(s))
-    u, s, v = F.pad(u, (0, empty)), F.pad(s, (0, empty)), F.pad(v, (0, 0, 0, empty))
+    missing = max(outputs - len(s), 0)  # more outputs than there are features: the others are zero
+    u, s, v = F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
     core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
     return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
 
