@@ -1,0 +1,127 @@
+"""The cells of every experiment at a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from eigendamage.lab.scales import PRERESNET, RESNET, VGG, Scale
+from eigendamage.lab.settings import Cell, Dense, Fisher, Pruning
+
+SIX = ("slimming", "c-obd", "c-obs", "kron-obd", "kron-obs", "eigendamage")
+HESSIAN = SIX[1:]
+TEN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ROUNDS = {"ratio": 0.5, "cap": 0.5}
+
+# A network of the paper on a data set, trained with L1 on its batch-norm scales or without.
+Place = tuple[str, str, bool]
+
+
+def one_pass(
+    scale: Scale, places: Iterable[Place], ratios: Sequence[float], seeds: int, methods: Sequence[str] = SIX, epochs: int = -1
+) -> list[Cell]:
+    """Methods at ratios with several seeds; cells that share their statistics follow each other. ``epochs`` −1: the scale's."""
+    return [
+        pruning(scale, place, {"method": method, "ratio": ratio}, seed, epochs)
+        for place in places
+        if scale.dense(*place)
+        for seed in range(seeds)
+        for method in methods
+        for ratio in ratios
+    ]
+
+
+def pruning(scale: Scale, place: Place, planning: dict[str, float | int | str], seed: int, epochs: int = -1) -> Pruning:
+    dense, tuning = scale.dense(*place), scale.tuning(place[0], seed)
+    assert dense is not None
+    tuning = tuning if epochs < 0 else replace(tuning, epochs=epochs)
+    return Pruning(dense, planning, tuning, examples=scale.examples, seed=seed)
+
+
+def table1(scale: Scale) -> list[Cell]:
+    places = [
+        (network, data, l1)
+        for network, l1 in ((VGG, False), (VGG, True), (RESNET, False), (PRERESNET, True))
+        for data in scale.table1
+    ]
+    return one_pass(scale, places, (0.6, 0.9), scale.seeds)
+
+
+def tiny_imagenet(scale: Scale, ratios: Sequence[float]) -> list[Cell]:
+    """NN Slimming on the network trained with L1, as it needs, and the others on the one trained without."""
+    return [
+        *one_pass(scale, [(VGG, "tiny-imagenet", True)], ratios, scale.seeds, SIX[:1]),
+        *one_pass(scale, [(VGG, "tiny-imagenet", False)], ratios, scale.seeds, HESSIAN),
+    ]
+
+
+def table2(scale: Scale) -> list[Cell]:
+    return tiny_imagenet(scale, (0.5,))
+
+
+def appendix_vgg(scale: Scale, data: str) -> list[Cell]:
+    return one_pass(scale, [(VGG, data, False), (VGG, data, True)], (0.5, 0.7, 0.8), scale.seeds)
+
+
+def appendix_resnet(scale: Scale, data: str) -> list[Cell]:
+    return one_pass(scale, [(RESNET, data, False), (PRERESNET, data, True)], (0.5, 0.7, 0.8), scale.seeds)
+
+
+def appendix_tiny(scale: Scale) -> list[Cell]:
+    return tiny_imagenet(scale, (0.4, 0.6, 0.7, 0.8))
+
+
+def plain(scale: Scale) -> list[Place]:
+    """The networks whose curves the paper draws."""
+    return [(network, data, False) for network in (VGG, RESNET) for data in scale.table1]
+
+
+def tradeoff(scale: Scale) -> list[Cell]:
+    return one_pass(scale, plain(scale), scale.ratios, scale.curve_seeds)
+
+
+def layers(scale: Scale) -> list[Cell]:
+    return one_pass(scale, plain(scale), (0.5,), 1)
+
+
+def curves(scale: Scale) -> list[Cell]:
+    return one_pass(scale, [(RESNET, data, False) for data in scale.table1], (0.5,), 1)
+
+
+def loss(scale: Scale) -> list[Cell]:
+    return one_pass(scale, plain(scale), TEN, 1, (*SIX, "eigendamage-depthwise"), epochs=0)
+
+
+def iterative(scale: Scale) -> list[Cell]:
+    return [
+        replace(pruning(scale, place, {"method": method, **ROUNDS}, seed), rounds=6)
+        for place in plain(scale)
+        if scale.dense(*place)
+        for seed in range(scale.curve_seeds)
+        for method in scale.iterated
+    ]
+
+
+def lowrank(scale: Scale) -> list[Cell]:
+    data = ("cifar100", "tiny-imagenet") if scale.name == "paper" else scale.table1
+    places = [(VGG, name, False) for name in data]
+    places += [(RESNET, name, False) for name in data if scale.name != "paper"]
+    cp: list[float | int] = [*scale.fractions, *scale.ranks]
+    return [
+        pruning(scale, place, planning, 0)
+        for place in places
+        if scale.dense(*place)
+        for planning in (
+            *({"method": "cp", "ranks": rank} for rank in cp),
+            *({"method": m, "ratio": ratio} for m in ("eigendamage", "eigendamage-depthwise") for ratio in scale.ratios),
+        )
+    ]
+
+
+def fisher(scale: Scale) -> list[Cell]:
+    return [Fisher()]
+
+
+def dense_of(cells: Iterable[Cell]) -> list[Dense]:
+    """The dense networks of these cells, each once."""
+    return list(dict.fromkeys(cell.dense for cell in cells if isinstance(cell, Pruning)))

@@ -1,0 +1,130 @@
+"""Tables of results with the paper's numbers beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from eigendamage.figures import TableData
+from eigendamage.lab.published import Published, dense_accuracy, published
+from eigendamage.lab.results import DATA_TITLES, STANDS_FOR, Row, grouped, spread
+from eigendamage.plans import method_title
+
+NOTHING = "–"
+
+
+def one_pass_tables(rows: Iterable[Row]) -> list[TableData]:
+    """A table for each network, data set and ratio: a row for each method, means and deviations over seeds."""
+    cells = [row for row in rows if row.ratio is not None and row.cell.rounds == 1]
+    groups = grouped(cells, lambda row: (row.title, row.place, row.ratio or 0.0))
+    return [_one_pass(title, place, ratio, of_group) for (title, place, ratio), of_group in groups.items()]
+
+
+def _one_pass(title: str, place: tuple[str, str, bool], ratio: float, rows: Sequence[Row]) -> TableData:
+    by_method = grouped(rows, lambda row: row.method)
+    paper = {method: _paper(place, method, ratio) for method in by_method}
+    beside = any(paper.values())
+    header = ["method", "last epoch", "best epoch", "weights removed", "FLOPs removed", "faster", "before fine-tuning"]
+    if beside:
+        header[2:2] = [f"paper ({STANDS_FOR[place[0]]})"]
+        header[5:5] = ["paper"]
+        header[7:7] = ["paper"]
+    lines = []
+    for method, of_method in by_method.items():
+        line = [method_title(method), *_measured(of_method)]
+        row = paper[method]
+        if beside:
+            line[2:2] = [_printed(row.accuracy) if row else NOTHING]
+            line[5:5] = [_printed(row.weights) if row else NOTHING]
+            line[7:7] = [_printed(row.flops) if row else NOTHING]
+        lines.append(line)
+    means = [spread([row.accuracy for row in of_method])[0] for of_method in by_method.values()]
+    best = max(range(len(means)), key=lambda index: means[index])
+    return TableData(f"{title}, ratio {ratio:g}", header, lines, _note(place, rows), {(best, 1)})
+
+
+def _measured(rows: Sequence[Row]) -> list[str]:
+    return [
+        percent([row.accuracy for row in rows]),
+        percent([row.best for row in rows]),
+        percent([row.removed("params") for row in rows]),
+        percent([row.removed("macs") for row in rows]),
+        f"{spread([row.end['speedup'] for row in rows])[0]:.2f}×",
+        percent([row.end["before"]["accuracy"] for row in rows]),
+    ]
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Mean and deviation of shares, in percent."""
+    mean, deviation = spread([100 * share for share in shares])
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+
+
+def _printed(numbers: tuple[float, ...] | None) -> str:
+    return "failed" if numbers is None else " ± ".join(f"{number:.2f}" for number in numbers)
+
+
+def _paper(place: tuple[str, str, bool], method: str, ratio: float) -> Published | None:
+    network, data, l1 = place
+    return published().get((STANDS_FOR.get(network, ""), l1, data, method, ratio))
+
+
+def _note(place: tuple[str, str, bool], rows: Sequence[Row]) -> str:
+    network, data, l1 = place
+    dense = rows[0].content["dense"]["accuracy"]
+    theirs = dense_accuracy(STANDS_FOR.get(network, ""), l1, data)
+    seeds, epochs = len({row.cell.seed for row in rows}), rows[0].cell.finetuning.epochs
+    note = f"In percent. Dense: {100 * dense:.2f}. Seeds: {seeds}. Epochs of fine-tuning: {epochs}."
+    if theirs is not None:
+        note += f" The paper's {STANDS_FOR[network]} on {DATA_TITLES[data]}: {theirs:.2f}, 5 seeds, 150 epochs, best epoch."
+    return note
+
+
+def round_tables(rows: Iterable[Row]) -> list[TableData]:
+    """Rounds of iterative pruning: accuracy, weights and FLOPs removed after each."""
+    tables = []
+    for title, of_network in grouped(rows, lambda row: row.title).items():
+        lines = []
+        for method, of_method in grouped(of_network, lambda row: row.method).items():
+            for number in range(of_method[0].cell.rounds):
+                ends = [row.content["rounds"][number] for row in of_method]
+                lines.append(
+                    [
+                        method_title(method) if not number else "",
+                        str(number + 1),
+                        percent([end.get("last", end["before"]["accuracy"]) for end in ends]),
+                        percent([row.removed("params", number) for row in of_method]),
+                        percent([row.removed("macs", number) for row in of_method]),
+                        f"{spread([end['speedup'] for end in ends])[0]:.2f}×",
+                    ]
+                )
+        header = ["method", "round", "last epoch", "weights removed", "FLOPs removed", "faster"]
+        tables.append(TableData(f"{title}, rounds of ratio {of_network[0].ratio:g}", header, lines, "In percent."))
+    return tables
+
+
+def knob_tables(rows: Iterable[Row]) -> list[TableData]:
+    """Methods that are told their ranks beside those that find them."""
+    tables = []
+    for title, of_network in grouped(rows, lambda row: row.title).items():
+        lines = [[method_title(row.method), _asked(row), *_measured([row])] for row in of_network]
+        header = [
+            "method",
+            "asked",
+            "last epoch",
+            "best epoch",
+            "weights removed",
+            "FLOPs removed",
+            "faster",
+            "before fine-tuning",
+        ]
+        tables.append(
+            TableData(title, header, lines, f"In percent. Dense: {percent([of_network[0].content['dense']['accuracy']])}.")
+        )
+    return tables
+
+
+def _asked(row: Row) -> str:
+    knob, value = next((key, value) for key, value in row.cell.planning.items() if key in ("ratio", "ranks"))
+    if knob == "ranks":
+        return f"rank {value}" if isinstance(value, int) else f"{value:g} of the rank"
+    return f"{knob} {value:g}"

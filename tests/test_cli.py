@@ -1,0 +1,167 @@
+"""The command line: what it writes, its exit codes, errors in a line, and going on after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eigendamage as ed
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tyro")
+
+from eigendamage.cli import COMMANDS, main
+from eigendamage.lab.networks import build
+
+OWN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3), torch.nn.ReLU(), torch.nn.Flatten()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(32, 3))
+
+def loaders():
+    x = torch.randn(60, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+    return DataLoader(data, 20), DataLoader(data, 30)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run."""
+    folder = tmp_path_factory.mktemp("work")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        assert main(["train", "--epochs", "2", "--quiet"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    (work / "own_things.py").write_text(OWN)
+    monkeypatch.syspath_prepend(work)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*([command] if command else []), "--help"]) == 0
+    assert "usage: eigendamage" in capsys.readouterr().out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("kron-obs", "preresnet29", "tiny-imagenet", "table7", "paper"))
+
+
+def test_prune_within_a_budget_evaluate_and_finetune(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", "--macs", "0.5", "--epochs", "1", "--examples", "100", "--quiet"]) == 0
+    folder = work / "runs" / "digits-resnet20-macs0.5"
+    assert "after fine-tuning" in capsys.readouterr().out
+    result = json.loads((folder / "result.json").read_text())
+    assert result["rounds"][0]["macs"] <= 0.5 * result["dense"]["macs"]
+    assert "eigendamage prune --macs 0.5" in (folder / "report.html").read_text()
+    ed.load(build("resnet20", 10), folder / "model.safetensors")
+    assert main(["evaluate", "--run", str(folder), "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert f"accuracy {result['rounds'][0]['last']:.2%}" in shown and f"{result['rounds'][0]['macs']} MACs" in shown
+    assert main(["finetune", "--run", str(folder), "--epochs", "1", "--quiet"]) == 0
+    assert (work / "runs" / "digits-resnet20-macs0.5-finetuned" / "model.safetensors").is_file()
+
+
+def test_iterate(work: Path) -> None:
+    arguments = ["--rounds", "2", "--method", "kron-obd", "--epochs", "0", "--examples", "50", "--quiet", "--out", "it"]
+    assert main(["iterate", *arguments]) == 0
+    assert len(json.loads((work / "it" / "result.json").read_text())["rounds"]) == 2
+    assert "Round 2" in (work / "it" / "report.html").read_text()
+
+
+def test_a_user_s_own_model_and_data(work: Path) -> None:
+    own = ["--model", "own_things:network", "--data", "own_things:loaders"]
+    assert main(["prune", *own, "--macs", "0.6", "--epochs", "2", "--quiet", "--out", "own"]) == 0
+    result = json.loads((work / "own" / "result.json").read_text())
+    assert len(result["rounds"][0]["epochs"]) == 2
+    assert main(["evaluate", "--run", "own", "--quiet"]) == 0
+
+
+def test_reproduce_and_draw_again(work: Path) -> None:
+    assert main(["reproduce", "fisher", "--scale", "digits", "--quiet"]) == 0
+    page = (work / "results" / "fisher.html").read_bytes()
+    (work / "results" / "fisher.html").unlink()
+    assert main(["reproduce", "--from-results", "results/fisher.json", "--docs", "docs"]) == 0
+    assert (work / "results" / "fisher.html").read_bytes() == page
+    assert (work / "docs" / "fisher-1.svg").is_file() and (work / "docs" / "results.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("", 2, "Missing subcommand"),
+        ("fly", 2, "fly"),
+        ("prune --bogus", 2, "--bogus"),
+        ("prune", 2, "how small?"),
+        ("prune --macs lots", 2, "lots"),
+        ("prune --macs 0.5 --data digits", 2, "go with --model"),
+        ("prune --macs 0.5 --model own_things:network", 2, "--model needs --data"),
+        ("prune --macs 0.5 --model resnet20 --data digits", 2, "needs --weights"),
+        ("reproduce", 2, "give the name of an experiment"),
+        ("prune --macs 0.5 --run nowhere", 1, "nowhere holds no run"),
+        ("prune --macs 1.5 --out wrong", 1, "macs: must be"),
+        ("prune --method magic --ratio 0.5 --out wrong2", 1, "method 'magic' is unknown"),
+        ("prune --macs 0.5 --model absent:network --data digits --out w3", 1, "model: 'absent:network' cannot be imported"),
+        ("prune --macs 0.5 --model own_things:absent --data digits --out w4", 1, "own_things has no 'absent'"),
+        ("prune --macs 0.5 --model own_things:nothing --data digits --out w5", 1, "must return a torch.nn.Module"),
+        ("prune --macs 0.5 --model own_things:network --data own_things:nothing --out w6", 1, "must return two loaders"),
+        ("prune --macs 0.5 --model resnet20 --data digits --weights absent.safetensors", 1, "there is no file"),
+        ("train --model alexnet", 1, "network: must be one of"),
+        ("train --data mnist --out m", 1, "data: must be one of"),
+        ("train --epochs 3", 1, "holds another run"),
+        ("train --device tpu9 --out m2", 1, "device: 'tpu9'"),
+        ("reproduce table9", 1, "experiment: must be one of"),
+        ("reproduce --from-results absent.json", 1, "absent.json"),
+    ],
+)
+def test_wrong_usage_and_failures_take_a_line(line: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*line.split(), *(["--quiet"] if line.startswith("train") else [])]) == code
+    shown = capsys.readouterr().err
+    assert message in shown and "Traceback" not in shown
+    if code == 1:
+        assert shown.startswith("eigendamage: ") and shown.count("\n") == 1
+
+
+def test_interrupted_by_ctrl_c_and_gone_on_with(tmp_path: Path) -> None:
+    """A real process; the model at the end is that of a run that was not interrupted."""
+    arguments = ["train", "--epochs", "3", "--quiet", "--out"]
+    assert main([*arguments, str(tmp_path / "whole")]) == 0
+    command = [sys.executable, "-m", "eigendamage.cli", *arguments, str(tmp_path / "stopped")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "stopped" / "checkpoint.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "goes on from where it stopped" in shown and "Traceback" not in shown
+    assert not (tmp_path / "stopped" / "model.safetensors").exists()
+    assert main([*arguments, str(tmp_path / "stopped")]) == 0
+    whole, stopped = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(value, stopped[name]) for name, value in whole.items())
