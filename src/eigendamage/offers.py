@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from eigendamage.structures import STRUCTURES, spread
 from eigendamage.timing import Stopwatch
 
 Label = tuple[str, dict[str, int]]  # a structure and its ranks
+
+# What a budget may choose from, beside leaving a layer as it is.
+KINDS = frozenset({"channels", *(name for name, row in STRUCTURES.items() if row.grid is not None)})
 
 # With a stopwatch, every rank is tried at so many steps.
 TIMED_STEPS = 8
@@ -74,33 +77,43 @@ def offers(
     layers: Mapping[str, Choice],
     multiple: int = 1,
     stopwatch: Stopwatch | None = None,
+    kinds: frozenset[str] = KINDS,
 ) -> Offers:
     """What the layers without a reason to stay dense could become. With a stopwatch, ``"latency"`` is a currency.
 
     The curvature remembers what was worked out for these weights.
     """
     names = [name for name, choice in layers.items() if not choice.reason]
+    asked = _Asked(multiple, kinds, stopwatch)
     if stopwatch is not None:
-        return _offers(model, curvature, names, multiple, stopwatch)
+        return _offers(model, curvature, names, asked)
     weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
-    of = (weights, names, multiple, curvature.calibration.layers, curvature.calibration.links)
+    of = (weights, names, multiple, kinds, curvature.calibration.layers, curvature.calibration.links)
     if curvature.remembered.get("offers of") != of:
-        curvature.remembered["offers"] = _offers(model, curvature, names, multiple, None)
+        curvature.remembered["offers"] = _offers(model, curvature, names, asked)
         curvature.remembered["offers of"] = of
     found = curvature.remembered["offers"]
     assert isinstance(found, Offers)
     return found
 
 
-def _offers(model: nn.Module, curvature: Curvature, names: Sequence[str], multiple: int, stopwatch: Stopwatch | None) -> Offers:
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What options must be like."""
+
+    multiple: int
+    kinds: frozenset[str]
+    stopwatch: Stopwatch | None
+
+
+def _offers(model: nn.Module, curvature: Curvature, names: Sequence[str], asked: _Asked) -> Offers:
     modules = candidates(model)
-    widths = {link.source: _width(link, modules, curvature, multiple, stopwatch) for link in _free(curvature, names)}
+    free = links(curvature.coupling, names) if curvature.coupling and "channels" in asked.kinds else []
+    widths = {link.source: _width(link, modules, curvature, asked) for link in free}
     into = {width.link.target: width for width in widths.values()}
-    made = {
-        name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), multiple, stopwatch) for name in names
-    }
+    made = {name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), asked) for name in names}
     chains = [[made[name] for name in chain] for chain in _chains(names, widths)]
-    return Offers(chains, whole_costs(model, curvature, stopwatch), widths)
+    return Offers(chains, whole_costs(model, curvature, asked.stopwatch), widths)
 
 
 def whole_costs(model: nn.Module, curvature: Curvature, stopwatch: Stopwatch | None = None) -> dict[str, float]:
@@ -111,10 +124,6 @@ def whole_costs(model: nn.Module, curvature: Curvature, stopwatch: Stopwatch | N
 
 
 # --- channels that only two layers see --------------------------------------------------------------------------------------
-
-
-def _free(curvature: Curvature, names: Collection[str]) -> list[Link]:
-    return links(curvature.coupling, names) if curvature.coupling else []
 
 
 def _chains(names: Sequence[str], widths: Mapping[str, Width]) -> list[list[str]]:
@@ -131,13 +140,11 @@ def _chains(names: Sequence[str], widths: Mapping[str, Width]) -> list[list[str]
     return chains
 
 
-def _width(
-    link: Link, modules: Mapping[str, nn.Module], curvature: Curvature, multiple: int, stopwatch: Stopwatch | None
-) -> Width:
+def _width(link: Link, modules: Mapping[str, nn.Module], curvature: Curvature, asked: _Asked) -> Width:
     module, layer = modules[link.target], curvature[link.target]
     given = by_channel(problem(weight_of(module), layer, tuple(range(len(layer.shape.kernel)))), link.channels)
     order = order_of_channels(given)
-    offered = _suitable({"out": spread(link.channels)[:-1]}, {"out": link.channels}, multiple, stopwatch)
+    offered = _suitable({"out": spread(link.channels)[:-1]}, {"out": link.channels}, asked)
     fewer = spread(link.channels)[:-1][offered].flip(0)
     losses = losses_by_channels(given, order)[fewer - 1]
     scaled = losses * curvature.calibration.links.get(link.source, 1.0)
@@ -171,16 +178,15 @@ def _offer(
     curvature: Curvature,
     into: Width | None,
     out_of: Width | None,
-    multiple: int,
-    stopwatch: Stopwatch | None,
+    asked: _Asked,
 ) -> Offer:
     layer, scale = curvature[name], curvature.calibration.layers.get(name, 1.0)
     groups = [_Group("dense", {}, torch.zeros(1, dtype=torch.float64), torch.zeros(1, 2).long())]
     for structure, row in STRUCTURES.items():
-        if row.grid is None or not row.fits(layer.shape):
+        if row.grid is None or structure not in asked.kinds or not row.fits(layer.shape):
             continue
         ranks, losses = row.grid(weight_of(module), layer)
-        useful = _suitable(ranks, row.limits(layer.shape), multiple, stopwatch) & _cheaper(structure, layer.shape, ranks)
+        useful = _suitable(ranks, row.limits(layer.shape), asked) & _cheaper(structure, layer.shape, ranks)
         if bool(useful.any()):
             count = int(useful.sum())
             ranks = {key: rank[useful] for key, rank in ranks.items()}
@@ -194,7 +200,7 @@ def _offer(
     }
     labels, losses = [label for group in groups for label in group.labels], torch.cat([group.losses for group in groups])
     offer = Offer(name, labels, losses, costs, pairs[:, 0], pairs[:, 1])
-    return offer if stopwatch is None else _timed(offer, out_of, stopwatch)
+    return offer if asked.stopwatch is None else _timed(offer, out_of, asked.stopwatch)
 
 
 def _narrower(shape: LayerShape, into: Width | None, out_of: Width | None) -> _Group:
@@ -210,10 +216,11 @@ def _cheaper(structure: str, shape: LayerShape, ranks: Mapping[str, Tensor]) -> 
     return (structures.params(structure, shape, ranks) < shape.params) | (structures.macs(structure, shape, ranks) < shape.macs)
 
 
-def _suitable(ranks: Mapping[str, Tensor], limits: Mapping[str, int], multiple: int, stopwatch: Stopwatch | None) -> Tensor:
+def _suitable(ranks: Mapping[str, Tensor], limits: Mapping[str, int], asked: _Asked) -> Tensor:
     """Ranks that are multiples, or so small that there is none, or full; few enough to be timed where that is wanted."""
+    multiple = asked.multiple
     fits = [(rank % multiple == 0) | (rank < multiple) | (rank == limits[key]) for key, rank in ranks.items()]
-    if stopwatch is not None:
+    if asked.stopwatch is not None:
         fits += [_near_a_step(rank, limits[key], multiple) for key, rank in ranks.items()]
     return torch.stack(fits).all(0)
 

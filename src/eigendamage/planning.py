@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from eigendamage.layers import Skip, candidates, skipped_layers, some, weight_of
 from eigendamage.methods import BEST, METHODS, MISSING, Method, channel_scores, method_named
 from eigendamage.methods.cp import full_rank, rank_for
 from eigendamage.methods.eigendamage import eigenbasis, strongest
-from eigendamage.offers import offers
+from eigendamage.offers import KINDS, offers
 from eigendamage.plans import Choice, Plan, kept_where
 from eigendamage.reading import reading_scores
 from eigendamage.selection import keep_by_percentile, keep_units
@@ -227,6 +227,7 @@ def plan(
     loss: float | None = None,
     example_inputs: Any = None,
     multiple: int = 1,
+    structures: Iterable[str] | None = None,
     cap: float = 0.95,
     basis: str = "channel",
     norm: str = "frobenius",
@@ -252,6 +253,8 @@ def plan(
             method.
         example_inputs: for ``latency``, as in `count`: of the batch size, on the device and of the dtype that count.
         multiple: under a budget without a method, ranks are multiples of this where they are as large.
+        structures: under a budget without a method, layers become nothing but these: ``"svd"``, ``"tucker"``,
+            ``"rows-columns"``, ``"columns-rows"``, ``"mobile"``, and ``"channels"`` for fewer channels between two layers.
         cap: at most this share of a layer's rows, and of its columns, goes; the best of the layer stay.
         basis: for EigenDamage: ``"channel"`` (section 4.5) or the full ``"patch"`` basis.
         norm: for EigenDamage-Depthwise: ``"frobenius"`` or ``"fisher"`` (the Mahalanobis norm of appendix B).
@@ -277,7 +280,7 @@ def plan(
     if example_inputs is not None and latency is None:
         raise ValueError("example_inputs: are for latency=..., which is not given")
     if budgets:
-        return _labelled(_within(model, curvature, method, budgets, multiple, example_inputs, rules))
+        return _labelled(_within(model, curvature, method, budgets, multiple, structures, example_inputs, rules))
     if row is None or method is None:
         raise ValueError(f"method: ratio and ranks need one of {some(METHODS, 20)}")
     if ranks is not None:
@@ -304,6 +307,7 @@ def _within(
     method: str | None,
     budgets: Mapping[str, float],
     multiple: int,
+    kinds: Iterable[str] | None,
     example_inputs: Any,
     rules: Rules,
 ) -> Plan:
@@ -317,10 +321,19 @@ def _within(
     if method is not None:
         return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
     stopwatch = Stopwatch(model, example_inputs) if "latency" in budgets else None
-    offered = offers(model, curvature, layers, multiple, stopwatch)
+    offered = offers(model, curvature, layers, multiple, stopwatch, _kinds(kinds))
     if stopwatch is None:
         return best_plan(curvature, offered, layers, budgets)
     return timed_plan(model, curvature, offered, layers, budgets, stopwatch)
+
+
+def _kinds(wanted: Iterable[str] | None) -> frozenset[str]:
+    if wanted is None:
+        return KINDS
+    names = frozenset([wanted] if isinstance(wanted, str) else wanted)
+    for name in names:
+        require_choice("structures", name, sorted(KINDS))
+    return names
 
 
 def check_budgets(budgets: Mapping[str, float], method: str | None) -> None:

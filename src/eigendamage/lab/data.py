@@ -73,6 +73,14 @@ def _cifar10(root: Path, download: bool, progress: bool) -> Data:
     return Data("cifar10", 10, Images(*train, mean, std), Images(*test, mean, std))
 
 
+def _cifar10_split(root: Path, download: bool, progress: bool) -> Data:
+    """CIFAR-10's training set alone, a tenth of it to test on: what hyperparameters are chosen on."""
+    data = _cifar10(root, download, progress)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
+    held = len(order) // 10
+    return replace(data, name="cifar10-split", train=data.train.subset(order[held:]), test=data.train.subset(order[:held]))
+
+
 def _cifar100(root: Path, download: bool, progress: bool) -> Data:
     folder = unpacked(CIFAR100, root, download, progress)
     mean, std = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
@@ -160,6 +168,7 @@ def _digits(root: Path, download: bool, progress: bool) -> Data:
 
 DATA: dict[str, Callable[[Path, bool, bool], Data]] = {
     "cifar10": _cifar10,
+    "cifar10-split": _cifar10_split,
     "cifar100": _cifar100,
     "tiny-imagenet": _tiny_imagenet,
     "digits": _digits,

@@ -60,6 +60,18 @@ def _fisher(title: str, results: Sequence[Content]) -> list[Section]:
     return [Section(title, [pictures.fisher_figure(content) for content in results])]
 
 
+def _budgets(title: str, results: Sequence[Content]) -> list[Section]:
+    return [Section(title, tables.budget_tables(rows_of(results)))]
+
+
+def _rates(title: str, results: Sequence[Content]) -> list[Section]:
+    return [Section(title, [tables.rate_table(rows_of(results))])]
+
+
+def _promises(title: str, results: Sequence[Content]) -> list[Section]:
+    return [Section(title, [tables.promise_table(rows_of(results))])]
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "table1": Experiment("One-pass pruning on CIFAR (table 1)", grids.table1, _tables),
     "table2": Experiment("One-pass pruning on Tiny-ImageNet (table 2)", grids.table2, _tables),
@@ -84,6 +96,15 @@ EXPERIMENTS: dict[str, Experiment] = {
     "loss": Experiment("Training loss after pruning, without fine-tuning", grids.loss, _loss),
     "layers": Experiment("Weights left in each layer", grids.layers, _layers),
     "curves": Experiment("Fine-tuning", grids.curves, _curves),
+    "budgets": Experiment(
+        "Budgets of multiply-accumulates",
+        grids.budgets,
+        _budgets,
+        "2,000 training images for the statistics, then two epochs with the same learning rates for all. Refitted, on the same "
+        "images and without labels, means the layers and batch norm; for Torch-Pruning batch norm.",
+    ),
+    "rates": Experiment("Learning rates of the short fine-tuning", grids.rates, _rates),
+    "promises": Experiment("Budgets of loss", grids.promises, _promises),
     "fisher": Experiment("The Fisher information in two bases (figure 2)", grids.fisher, _fisher),
 }
 

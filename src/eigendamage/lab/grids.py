@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from eigendamage.lab.rivals import RIVALS
+from eigendamage.lab.runs import Training
 from eigendamage.lab.scales import PRERESNET, RESNET, VGG, Scale
 from eigendamage.lab.settings import Cell, Dense, Fisher, Pruning
 
@@ -116,6 +120,71 @@ def lowrank(scale: Scale) -> list[Cell]:
             *({"method": m, "ratio": ratio} for m in ("eigendamage", "eigendamage-depthwise") for ratio in scale.ratios),
         )
     ]
+
+
+# --- budgets, beyond the paper ----------------------------------------------------------------------------------------------
+
+BUDGETED = ("resnet20", "resnet32")
+SHARES = (0.5, 0.33)
+RIVALRY: tuple[str | None, ...] = (None, "eigendamage", "kron-obd", *RIVALS)  # None: the best structures
+INCREASES = (0.01, 0.03, 0.1, 0.2, 0.3)
+# The structures, one kind after the other.
+KINDS = (["tucker"], ["svd"], ["rows-columns", "columns-rows"], ["channels"], ["mobile"])
+SHORT = Training(epochs=2, learning_rate=0.02, schedule="cosine")
+RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+def budgets(scale: Scale) -> list[Cell]:
+    """The same budgets and the same short fine-tuning for every method, and what each part of ours is worth."""
+    cells: list[Cell] = []
+    for network, macs, seed in itertools.product(BUDGETED, SHARES, range(scale.seeds)):
+        short = replace(SHORT, seed=seed)
+        for method in RIVALRY:
+            cells += _with_and_without_refit(scale, network, _within(macs, method), short)
+        cells.append(_budget(scale, network, _within(macs), replace(short, distill=0.5)))
+    for network, macs in itertools.product(BUDGETED, SHARES):
+        for count in range(1, len(KINDS)):
+            kinds = sorted(itertools.chain(*KINDS[:count]))
+            cells += _with_and_without_refit(scale, network, {**_within(macs), "structures": kinds}, SHORT)
+    return cells
+
+
+def rates(scale: Scale) -> list[Cell]:
+    """Learning rates of the short fine-tuning, on a part of the training set that is held out."""
+    return [
+        _budget(scale, "resnet20", _within(SHARES[0], method), replace(SHORT, learning_rate=rate), data="cifar10-split")
+        for rate, method in itertools.product(RATES, RIVALRY)
+    ]
+
+
+def promises(scale: Scale) -> list[Cell]:
+    """Budgets of loss, without fine-tuning: what is predicted beside what training images that were not measured show."""
+    still = replace(SHORT, epochs=0)
+    return [
+        replace(_budget(scale, network, {"loss": loss}, still, refit=False), judged=5000)
+        for network, loss in itertools.product(BUDGETED, INCREASES)
+    ]
+
+
+def _within(macs: float, method: str | None = None) -> dict[str, Any]:
+    return {"macs": macs} if method is None else {"method": method, "macs": macs}
+
+
+def _with_and_without_refit(scale: Scale, network: str, planning: dict[str, Any], tuning: Training) -> list[Cell]:
+    return [
+        _budget(scale, network, planning, replace(tuning, epochs=0), refit=False),
+        _budget(scale, network, planning, tuning),
+    ]
+
+
+def _budget(
+    scale: Scale, network: str, planning: dict[str, Any], tuning: Training, refit: bool = True, data: str = "cifar10"
+) -> Pruning:
+    tuning = replace(tuning, precision=scale.finetuning.precision)
+    return Pruning(scale.given(network, data), planning, tuning, 2000, refit=refit, seed=tuning.seed)
+
+
+# --- the Fisher itself ------------------------------------------------------------------------------------------------------
 
 
 def fisher(scale: Scale) -> list[Cell]:

@@ -17,7 +17,13 @@ from eigendamage.lab.steps import Content
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-DATA_TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny-ImageNet", "digits": "digits"}
+DATA_TITLES = {
+    "cifar10": "CIFAR-10",
+    "cifar10-split": "a part of CIFAR-10 held out",
+    "cifar100": "CIFAR-100",
+    "tiny-imagenet": "Tiny-ImageNet",
+    "digits": "digits",
+}
 NETWORK_TITLES = {
     "vgg19": "VGG19",
     "vgg19-thin": "thin VGG19",

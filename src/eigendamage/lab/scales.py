@@ -48,6 +48,12 @@ class Scale:
         strength = L1[network] if l1 else 0.0
         return Dense(on, ours, replace(self.training, epochs=epochs, batch_size=self.batch_sizes[network], l1=strength))
 
+    def given(self, network: str, data: str) -> Dense:
+        """One of our networks on one of our data sets: with given weights, or else trained as the paper's ResNets are."""
+        path = self._weights(f"{network}_{data.removesuffix('-split')}")
+        training = replace(self.training, batch_size=self.batch_sizes[RESNET])
+        return given(data, network, path) if path is not None else Dense(data, network, training)
+
     def tuning(self, network: str, seed: int) -> Training:
         return replace(self.finetuning, batch_size=self.batch_sizes[network], seed=seed)
 

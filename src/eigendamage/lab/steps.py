@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from functools import partial
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from eigendamage.cost import called, count
 from eigendamage.curvature import Curvature
+from eigendamage.lab.rivals import RIVALS, rival
 from eigendamage.lab.settings import Dense, Pruning, Site, checksum, name_of
 from eigendamage.lab.subjects import Subject, network_named, subject_named
 from eigendamage.measuring import measure
+from eigendamage.methods import BEST
 from eigendamage.passes import evaluating
 from eigendamage.planning import plan, statistics_for
 from eigendamage.plans import Plan
@@ -87,12 +90,18 @@ def with_weights(model: nn.Module, path: Path) -> nn.Module:
 
 
 def measured(model: nn.Module, cell: Pruning, site: Site, key: str) -> Curvature:
-    """The statistics that the cell's plan needs; the last ones are kept, because cells that follow each other share them."""
+    """The statistics that the cell's plan needs, shared by cells: the last ones, and on disk those whose trials take long."""
     methods = tuple(statistics_for(cell.planning))
     full = (key, cell.dense.data, methods, cell.examples, cell.labels, cell.seed, site.device)
     if full not in _LAST:
-        batches = subject_of(cell.dense.data, site).statistics(cell.examples, cell.seed)
-        found = measure(model, batches, methods=methods, labels=cell.labels, seed=cell.seed, progress=site.progress)
+        path = site.root / f"statistics-{hashlib.sha256(repr(full).encode()).hexdigest()[:16]}.safetensors"
+        if path.exists():
+            found = Curvature.load(path)
+        else:
+            batches = subject_of(cell.dense.data, site).statistics(cell.examples, cell.seed)
+            found = measure(model, batches, methods=methods, labels=cell.labels, seed=cell.seed, progress=site.progress)
+            if BEST in methods:
+                found.save(path)
         _LAST.clear()
         _LAST[full] = found
     return _LAST[full]
@@ -104,26 +113,29 @@ _LAST: dict[tuple[Any, ...], Curvature] = {}
 # --- one network made smaller -----------------------------------------------------------------------------------------------
 
 
-def smaller(model: nn.Module, cell: Pruning, site: Site, key: str) -> tuple[nn.Module, Plan]:
-    """The model after the cell's plan."""
-    curvature = measured(model, cell, site, key)
+def smaller(model: nn.Module, cell: Pruning, site: Site, key: str) -> tuple[nn.Module, Plan | None]:
+    """The model after the cell's plan; another program's is made without one."""
     subject = subject_of(cell.dense.data, site)
+    if cell.planning.get("method") in RIVALS:
+        batches = subject.statistics(cell.examples, cell.seed)
+        heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+        return rival(cell.planning["method"], model, batches, cell.planning["macs"], heads, cell.refit), None
+    curvature = measured(model, cell, site, key)
     timed: dict[str, Any] = {"example_inputs": subject.inputs()} if "latency" in cell.planning else {}
     chosen = plan(model, curvature, **cell.planning, **timed)
     refit = subject.statistics(cell.examples, cell.seed) if cell.refit else None
     return apply(model, chosen, curvature, refit=refit), chosen
 
 
-def described(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, chosen: Plan) -> Content:
+def described(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, chosen: Plan | None) -> Content:
     """A smaller network before fine-tuning, as JSON data."""
     inputs = subject_of(cell.dense.data, site).inputs()
-    return {
-        **cost_of(model, inputs),
-        "before": scores(model, cell, site),
-        "layers": {name: choice.params / max(1, choice.shape.params) for name, choice in chosen.layers.items()},
-        "plan": json.loads(chosen.to_json()),
-        "speedup": speedup(dense, model, inputs),
-    }
+    content = {**cost_of(model, inputs), "before": scores(model, cell, site), "speedup": speedup(dense, model, inputs)}
+    if chosen is not None:
+        content["layers"] = {name: choice.params / max(1, choice.shape.params) for name, choice in chosen.layers.items()}
+        content["plan"] = json.loads(chosen.to_json())
+        content["predicted"] = chosen.loss
+    return content
 
 
 def cost_of(model: nn.Module, inputs: Tensor) -> Content:
@@ -134,7 +146,7 @@ def cost_of(model: nn.Module, inputs: Tensor) -> Content:
 def scores(model: nn.Module, cell: Pruning, site: Site) -> Content:
     """Loss on a fixed part of the training images, as they are, and accuracy and loss on the test images."""
     subject = subject_of(cell.dense.data, site)
-    judged = subject.judged(model, cell.judged, cell.finetuning)
+    judged = subject.judged(model, cell.judged, cell.finetuning, cell.seed)
     test = subject.test(model, cell.finetuning)
     return {"train_loss": judged.loss, "accuracy": test.accuracy, "loss": test.loss}
 

@@ -45,8 +45,8 @@ class Subject(ABC):
     def test(self, model: nn.Module, training: Training) -> Score: ...
 
     @abstractmethod
-    def judged(self, model: nn.Module, examples: int, training: Training) -> Score:
-        """On so many training examples, always the same, as they are."""
+    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
+        """On so many training examples as they are; if there are enough, on none of those that `statistics` draws."""
 
     @abstractmethod
     def inputs(self) -> Tensor:
@@ -71,8 +71,8 @@ class Prepared(Subject):
     def test(self, model: nn.Module, training: Training) -> Score:
         return evaluate(model, self.data.test, precision=training.precision, channels_last=training.channels_last)
 
-    def judged(self, model: nn.Module, examples: int, training: Training) -> Score:
-        images = part_of(self.data.train, examples, 0)
+    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
+        images = part_of(self.data.train, examples, seed, last=True)
         return evaluate(model, images, precision=training.precision, channels_last=training.channels_last)
 
     def inputs(self) -> Tensor:
@@ -85,8 +85,12 @@ class Prepared(Subject):
         return train(model, self.data, training, folder, teacher=teacher, progress=progress)
 
 
-def part_of(images: Images, examples: int | None, seed: int) -> Images:
-    return images if examples is None or examples >= len(images) else images.subset(examples, seed)
+def part_of(images: Images, examples: int | None, seed: int, last: bool = False) -> Images:
+    """So many of the images in an order drawn by ``seed``, from its beginning or its end."""
+    if examples is None or examples >= len(images):
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images.subset(order[-examples:] if last else order[:examples])
 
 
 class Loaders(Subject):
@@ -103,7 +107,7 @@ class Loaders(Subject):
     def test(self, model: nn.Module, training: Training) -> Score:
         return self._score(model, self.testing, training)
 
-    def judged(self, model: nn.Module, examples: int, training: Training) -> Score:
+    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
         return self._score(model, detached(self.training, examples), training)
 
     def inputs(self) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from eigendamage.figures import TableData
 from eigendamage.lab.published import Published, dense_accuracy, published
 from eigendamage.lab.results import DATA_TITLES, STANDS_FOR, Row, grouped, spread
+from eigendamage.lab.rivals import RIVALS
 from eigendamage.plans import method_title
 
 NOTHING = "–"
@@ -128,3 +129,69 @@ def _asked(row: Row) -> str:
     if knob == "ranks":
         return f"rank {value}" if isinstance(value, int) else f"{value:g} of the rank"
     return f"{knob} {value:g}"
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------------
+
+
+def budget_tables(rows: Iterable[Row]) -> list[TableData]:
+    """For each network and budget every method before and after the same short fine-tuning, and ours with less of it."""
+    tables = []
+    groups = grouped(rows, lambda row: (row.title, float(row.cell.planning["macs"])))
+    for (title, macs), of_group in groups.items():
+        lines = []
+        for way, of_way in grouped(of_group, _way).items():
+            plain = [row for row in of_way if not row.cell.refit]
+            tuned = [row for row in of_way if row.cell.finetuning.epochs]
+            lines.append(
+                [
+                    way,
+                    percent([row.end["before"]["accuracy"] for row in plain]) if plain else NOTHING,
+                    percent([row.end["before"]["accuracy"] for row in tuned]) if tuned else NOTHING,
+                    *(
+                        percent([row.content["rounds"][0]["epochs"][epoch]["test_accuracy"] for row in tuned])
+                        for epoch in (0, 1)
+                    ),
+                    percent([1 - row.removed("macs") for row in of_way]),
+                    percent([1 - row.removed("params") for row in of_way]),
+                ]
+            )
+        header = ["method", "pruned", "refitted", "1 epoch", "2 epochs", "MACs left", "weights left"]
+        dense = of_group[0].content["dense"]["accuracy"]
+        note = f"Test accuracy in percent; dense {100 * dense:.2f}. Seeds: {len({row.cell.seed for row in of_group})}."
+        tables.append(TableData(f"{title}, {macs:.0%} of the MACs", header, lines, note))
+    return tables
+
+
+def _way(row: Row) -> str:
+    """What a row of the table is called."""
+    kinds = row.cell.planning.get("structures")
+    extra = f", only {', '.join(kinds)}" if kinds else ", with a teacher" if row.cell.finetuning.distill else ""
+    return f"{title_of(row.method)}{extra}"
+
+
+def title_of(method: str) -> str:
+    return RIVALS[method].title if method in RIVALS else method_title(method)
+
+
+def rate_table(rows: Iterable[Row]) -> TableData:
+    """Learning rates against methods."""
+    by_rate = grouped(rows, lambda row: row.cell.finetuning.learning_rate)
+    methods = list(dict.fromkeys(row.method for of_rate in by_rate.values() for row in of_rate))
+    lines = [
+        [f"{rate:g}", *(percent([row.accuracy for row in of_rate if row.method == method]) for method in methods)]
+        for rate, of_rate in by_rate.items()
+    ]
+    header = ["learning rate", *map(title_of, methods)]
+    return TableData("Accuracy on training images held out, after 2 epochs", header, lines, "In percent.")
+
+
+def promise_table(rows: Iterable[Row]) -> TableData:
+    lines = []
+    for row in rows:
+        asked, predicted = float(row.cell.planning["loss"]), row.end["predicted"]
+        seen = row.end["before"]["train_loss"] - row.content["dense"]["train_loss"]
+        kept = percent([1 - row.removed("macs")])
+        lines.append([row.title, f"{asked:g}", f"{predicted:.3f}", f"{seen:.3f}", f"{seen / predicted:.2f}", kept])
+    header = ["network", "asked", "predicted", "measured", "measured / predicted", "MACs left, %"]
+    return TableData("Increase of the loss on training images that were not measured", header, lines)
