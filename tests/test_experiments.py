@@ -50,6 +50,7 @@ def result_of(cell: Pruning, accuracy: float = 0.9) -> dict[str, Any]:
             "layers": {"conv1": 0.5, "conv2": 0.25},
             "plan": {},
             "speedup": 1.5,
+            "predicted": 0.1,
             "epochs": epochs,
             "last": accuracy,
             "best": accuracy + 0.01,

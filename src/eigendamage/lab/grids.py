@@ -152,7 +152,7 @@ def budgets(scale: Scale) -> list[Cell]:
 def rates(scale: Scale) -> list[Cell]:
     """Learning rates of the short fine-tuning, on a part of the training set that is held out."""
     return [
-        _budget(scale, "resnet20", _within(SHARES[0], method), replace(SHORT, learning_rate=rate), data="cifar10-split")
+        _budget(scale, "resnet20", _within(SHARES[0], method), replace(SHORT, learning_rate=rate), held="-split")
         for rate, method in itertools.product(RATES, RIVALRY)
     ]
 
@@ -178,10 +178,10 @@ def _with_and_without_refit(scale: Scale, network: str, planning: dict[str, Any]
 
 
 def _budget(
-    scale: Scale, network: str, planning: dict[str, Any], tuning: Training, refit: bool = True, data: str = "cifar10"
+    scale: Scale, network: str, planning: dict[str, Any], tuning: Training, refit: bool = True, held: str = ""
 ) -> Pruning:
     tuning = replace(tuning, precision=scale.finetuning.precision)
-    return Pruning(scale.given(network, data), planning, tuning, 2000, refit=refit, seed=tuning.seed)
+    return Pruning(scale.given(network, scale.data["cifar10"] + held), planning, tuning, 2000, refit=refit, seed=tuning.seed)
 
 
 # --- the Fisher itself ------------------------------------------------------------------------------------------------------
