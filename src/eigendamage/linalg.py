@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
+from string import ascii_lowercase
 
 import torch
 from jaxtyping import Float
@@ -63,20 +64,31 @@ def canonical_polyadic(
     """
     tensor = exact(tensor)
     factors = [_leading(_unfold(tensor, mode), rank) for mode in range(tensor.dim())]
-    unfolded = [_unfold(tensor, mode) for mode in range(tensor.dim())]
+    size = float(tensor.norm())
     previous = math.inf
     for _ in range(sweeps):
         for mode in range(tensor.dim()):
-            others = factors[:mode] + factors[mode + 1 :]
-            gram = reduce(torch.mul, (f.T @ f for f in others))
-            factors[mode] = _solved(gram, unfolded[mode] @ khatri_rao(others), damping)
+            gram = reduce(torch.mul, (f.T @ f for other, f in enumerate(factors) if other != mode))
+            products = _products(tensor, factors, mode)
+            factors[mode] = _solved(gram, products, damping)
             if mode < tensor.dim() - 1:  # one mode carries the scale, the others stay well conditioned
                 factors[mode] = factors[mode] / factors[mode].norm(dim=0).clamp(min=torch.finfo(tensor.dtype).tiny)
         error = float((tensor - compose(factors)).norm())
-        if previous - error <= tolerance * float(tensor.norm()):
+        if previous - error <= tolerance * size:
             break
         previous = error
     return factors
+
+
+def _products(tensor: Tensor, factors: list[Tensor], mode: int) -> Tensor:
+    """The unfolded tensor times the Khatri–Rao product of the other factors, which itself would be large."""
+    axes, rank = ascii_lowercase[: tensor.dim()], ""
+    left = axes
+    for other in sorted(set(range(tensor.dim())) - {mode}, key=lambda other: -tensor.shape[other]):
+        rest = left.replace(axes[other], "")
+        tensor, left = torch.einsum(f"{left}{rank},{axes[other]}z->{rest}z", tensor, factors[other]), rest
+        rank = "z"
+    return tensor
 
 
 def _solved(gram: Tensor, products: Tensor, damping: float) -> Tensor:
@@ -87,7 +99,7 @@ def _solved(gram: Tensor, products: Tensor, damping: float) -> Tensor:
 
 def compose(factors: list[Tensor]) -> Tensor:
     """The tensor that canonical polyadic factors stand for."""
-    return khatri_rao(factors).sum(1).reshape([len(f) for f in factors])
+    return (factors[0] @ khatri_rao(factors[1:]).T).reshape([len(f) for f in factors])
 
 
 def _unfold(tensor: Tensor, mode: int) -> Tensor:
