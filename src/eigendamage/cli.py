@@ -217,6 +217,7 @@ def reproduce(
     training_epochs: int | None = None,
     examples: int | None = None,
     networks: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
     weights: Path | None = None,
     precision: Literal["float32", "bfloat16"] | None = None,
     runs: Path = RUNS / "cells",
@@ -240,6 +241,7 @@ def reproduce(
         training_epochs: of dense networks, instead of the scale's.
         examples: for the statistics, instead of the scale's.
         networks: run only these.
+        only: run only cells whose names match one of these patterns, such as 'cifar10-vgg19-*-ratio0.9-*'.
         weights: a file NETWORK_DATA.safetensors, or a folder of such files, instead of training.
         precision: instead of the scale's.
         runs: a folder for each cell; cells that experiments share are run once.
@@ -264,6 +266,7 @@ def reproduce(
                 name,
                 scale,
                 changes,
+                only,
                 root=runs,
                 data=site.data,
                 results=results,

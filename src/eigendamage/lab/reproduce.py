@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from eigendamage.charts import svg
@@ -21,6 +22,7 @@ def reproduce(
     name: str,
     scale: str = "small",
     changes: Changes | None = None,
+    only: Sequence[str] = (),
     *,
     root: Path = Path("runs"),
     data: Path = Path("data"),
@@ -36,6 +38,7 @@ def reproduce(
         name: in `EXPERIMENTS`.
         scale: in `SCALES`.
         changes: of the scale.
+        only: cells whose names match one of these patterns, such as ``"cifar10-vgg19-*-ratio0.9-*"``; all by default.
         root: folders of runs; cells that experiments share are run once.
         data: the folder of data sets.
         results: the folder of the file.
@@ -55,6 +58,9 @@ def reproduce(
     cells = experiment.cells(size)
     if not cells:
         raise ValueError(f"networks: {name} at scale {scale} has no cells of {', '.join(size.only)}")
+    cells = [cell for cell in cells if not only or any(fnmatch(cell.label, pattern) for pattern in only)]
+    if not cells:
+        raise ValueError(f"only: {name} at scale {scale} has no cell whose name matches {' or '.join(map(repr, only))}")
     path = results / f"{name}.json"
     try:
         found = run_cells(cells, site, engine)

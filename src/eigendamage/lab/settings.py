@@ -60,9 +60,22 @@ class Pruning:
 
     @property
     def label(self) -> str:
-        asked = "-".join(f"{key}{value}" for key, value in self.planning.items() if key != "method")
-        rounds = f"-{self.rounds}rounds" if self.rounds > 1 else ""
-        return f"{self.dense.label}-{self.planning.get('method') or 'best'}-{asked}{rounds}-seed{self.seed}"
+        tuning = self.finetuning
+        words = {
+            self.dense.label: True,
+            self.planning.get("method") or "best": True,
+            **{f"{key}{_word(value)}": True for key, value in self.planning.items() if key != "method"},
+            f"{self.rounds}rounds": self.rounds > 1,
+            "refit": self.refit,
+            f"lr{tuning.learning_rate:g}" if tuning.epochs else "untuned": True,
+            f"distill{tuning.distill:g}": tuning.distill > 0,
+            f"seed{self.seed}": True,
+        }
+        return "-".join(word for word, applies in words.items() if applies)
+
+
+def _word(value: object) -> str:
+    return "+".join(value) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True)
