@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import pytest
@@ -222,6 +223,33 @@ def test_what_is_built_costs_what_is_foretold(name: str, structure: str, data: s
     cost = ed.count(build(structure, module, layer, ranks), example)
     assert structures.params(structure, layer.shape, ranks) == cost.params
     assert structures.macs(structure, layer.shape, ranks) == cost.macs
+
+
+@every_layer
+@pytest.mark.parametrize("structure", [name for name, row in STRUCTURES.items() if row.grid])
+def test_every_rank_on_offer_and_every_limit_is_built_as_it_is_sketched(name: str, structure: str) -> None:
+    """Tucker-2 with more outputs than a first stage and the kernel have features was one stage short."""
+    module, example, layer = case(name)
+    row = STRUCTURES[structure]
+    if not row.fits(layer.shape):
+        return
+    offered, losses = row.grid(weight_of(module), layer)
+    assert bool((losses >= 0).all()) and all(len(rank) == len(losses) for rank in offered.values())
+    limits = row.limits(layer.shape)
+    rows = [dict(zip(offered, ranks, strict=True)) for ranks in zip(*(rank.tolist() for rank in offered.values()), strict=True)]
+    corners = [
+        dict(zip(limits, corner, strict=True)) for corner in itertools.product(*((1, limit) for limit in limits.values()))
+    ]
+    for ranks in [*rows, *corners]:
+        check_ranks(name, structure, layer.shape, ranks)
+        built = build(structure, module, layer, ranks)
+        sketch = row.sketch(module, ranks)
+        assert repr(built) == repr(sketch), ranks
+        assert all(bool(weight.isfinite().all()) for weight in built.parameters()), ranks
+        assert structures.params(structure, layer.shape, ranks) == sum(w.numel() for w in built.parameters()), ranks
+    for ranks in corners:
+        cost = ed.count(build(structure, module, layer, ranks), example)
+        assert structures.macs(structure, layer.shape, ranks) == cost.macs, ranks
 
 
 @every_layer

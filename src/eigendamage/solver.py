@@ -54,8 +54,9 @@ def solve(chains: Sequence[Chain], budgets: Float[Tensor, " currencies"]) -> lis
         return None
     prices = torch.zeros(len(budgets), dtype=torch.float64)
     for _ in range(CYCLES if len(budgets) > 1 else 1):
-        for currency in range(len(budgets)):
-            prices = _bisect(chains, budgets, prices, currency)
+        for currency in torch.eye(len(budgets), dtype=torch.float64):
+            prices = _bisect(chains, budgets, prices * (1 - currency), currency)
+    prices = _bisect(chains, budgets, prices, 1 / budgets.clamp(min=1e-9))  # a later price may have upset an earlier budget
     chosen = _choose(chains, prices)
     if bool((_total(layers, chosen) > budgets).any()):
         return None
@@ -99,15 +100,15 @@ def _total(layers: Sequence[Options], chosen: Sequence[int]) -> Tensor:
     return torch.stack([layer.costs[option] for layer, option in zip(layers, chosen, strict=True)]).sum(0)
 
 
-def _bisect(chains: Sequence[Chain], budgets: Tensor, prices: Tensor, currency: int) -> Tensor:
-    """The lowest price of one currency at which its budget holds, the other prices given."""
+def _bisect(chains: Sequence[Chain], budgets: Tensor, prices: Tensor, direction: Tensor) -> Tensor:
+    """The least rise of prices in a direction at which the budgets of the currencies in it hold."""
     layers = [layer for chain in chains for layer in chain]
+    concerned = direction > 0
 
-    def holds(price: float) -> bool:
-        prices[currency] = price
-        return bool(_total(layers, _choose(chains, prices))[currency] <= budgets[currency])
+    def holds(rise: float) -> bool:
+        total = _total(layers, _choose(chains, prices + rise * direction))
+        return bool((total <= budgets)[concerned].all())
 
-    prices = prices.clone()
     if holds(0.0):
         return prices
     low, high = 0.0, 1.0
@@ -116,8 +117,7 @@ def _bisect(chains: Sequence[Chain], budgets: Tensor, prices: Tensor, currency: 
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
-    prices[currency] = high
-    return prices
+    return prices + high * direction
 
 
 def _spend(layers: Sequence[Options], chosen: Sequence[int], budgets: Tensor) -> list[int]:

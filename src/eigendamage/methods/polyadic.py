@@ -10,19 +10,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eigendamage.linalg import canonical_polyadic
-from eigendamage.methods.regression import Problem, losses_by_rank, rest, whitened_inputs, without_shared
+from eigendamage.linalg import canonical_polyadic, damped
+from eigendamage.methods.regression import Problem, whitened_inputs
 
 # Alternations for a prediction, and for a layer that is built.
 ROUGH, FINE = 10, 60
 DAMPING = 1e-6
+# Channels may repeat each other, where a weight has fewer of its own: what keeps the last stage finite then.
+REPEATED = 1e-10
 # Of the directions of inputs and of outputs, those that hold nearly all of the weight are decomposed, and no more than this.
 SHARE, MOST = 1 - 1e-4, 256
 
 
 def loss_of(given: Problem, rank: int) -> float:
     """About the loss with so many depthwise channels. ``given`` shares the first stage along all axes of the kernel."""
-    return float(losses_by_rank(without_shared(given), _filters(*_inner(given, rank, ROUGH)))[-1])
+    return _last(given, *_inner(given, rank, ROUGH))[1]
 
 
 def factors(
@@ -30,15 +32,23 @@ def factors(
 ) -> tuple[Float[Tensor, "out rank"], Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
     """u, v and d, every channel as large in one as in the others."""
     inputs, taps = _inner(given, rank, FINE)
-    last, core = rest(without_shared(given), _filters(inputs, taps), len(given.weight))
-    outputs = last @ core[:, :, 0]
+    outputs, _ = _last(given, inputs, taps)
     sizes = torch.stack([factor.norm(dim=0).clamp(min=1e-30) for factor in (outputs, inputs, taps)])
     scales = sizes.log().mean(0).exp() / sizes
     return outputs * scales[0], inputs * scales[1], taps * scales[2]
 
 
-def _filters(inputs: Float[Tensor, "own rank"], taps: Float[Tensor, "shared rank"]) -> Float[Tensor, "own*shared rank"]:
-    return torch.einsum("gj,sj->gsj", inputs, taps).flatten(0, 1)
+def _last(
+    given: Problem, inputs: Float[Tensor, "own rank"], taps: Float[Tensor, "shared rank"]
+) -> tuple[Float[Tensor, "out rank"], float]:
+    """The best u for these v and d, and the loss with it."""
+    filters = torch.einsum("gj,sj->gsj", inputs, taps).flatten(0, 1)
+    covariance = filters.T @ (given.inputs.flatten(2).flatten(0, 1) @ filters)
+    sizes = covariance.diagonal().sqrt().clamp(min=1e-30)
+    covariance, moved = covariance / sizes / sizes[:, None], given.moved.flatten(1) @ filters / sizes
+    last = torch.linalg.solve(damped(covariance, REPEATED), moved.T).T
+    missed = given.energy + float(((last @ covariance - 2 * moved) * last).sum())
+    return given.inverse @ last / sizes, max(missed, 0.0) / 2
 
 
 def _inner(given: Problem, rank: int, sweeps: int) -> tuple[Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:

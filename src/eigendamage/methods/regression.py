@@ -131,12 +131,6 @@ def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
     return torch.linalg.solve_triangular(root.T, columns[:, :count], upper=True)
 
 
-def without_shared(given: Problem) -> Problem:
-    """The same problem for a first stage that is shared along nothing."""
-    size = given.weight[0].numel()
-    return Problem(given.weight.reshape(-1, size, 1), given.inputs.reshape(size, 1, size, 1), given.root, given.inverse)
-
-
 def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """First stage, core and last stage of about the least loss: V and B in turn, from this V."""
     last, core = rest(given, first, outputs)
