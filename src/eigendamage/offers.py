@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Width:
     order: list[int]
     widths: list[int]
     losses: Float[Tensor, " widths"]
+    between: dict[str, float]  # what each channel costs in what stands between the layers: that goes with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,7 @@ def offers(
 
 def _offers(model: nn.Module, curvature: Curvature, names: Sequence[str], multiple: int, stopwatch: Stopwatch | None) -> Offers:
     modules = candidates(model)
-    widths = {link.source: _width(link, modules, curvature, multiple, stopwatch) for link in _free(curvature, names)}
+    widths = {link.source: _width(link, model, curvature, multiple, stopwatch) for link in _free(curvature, names)}
     into = {width.link.target: width for width in widths.values()}
     made = {
         name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), multiple, stopwatch) for name in names
@@ -131,17 +133,25 @@ def _chains(names: Sequence[str], widths: Mapping[str, Width]) -> list[list[str]
     return chains
 
 
-def _width(
-    link: Link, modules: Mapping[str, nn.Module], curvature: Curvature, multiple: int, stopwatch: Stopwatch | None
-) -> Width:
-    module, layer = modules[link.target], curvature[link.target]
+def _width(link: Link, model: nn.Module, curvature: Curvature, multiple: int, stopwatch: Stopwatch | None) -> Width:
+    module, layer = model.get_submodule(link.target), curvature[link.target]
     given = by_channel(problem(weight_of(module), layer, tuple(range(len(layer.shape.kernel)))), link.channels)
     order = order_of_channels(given)
     offered = _suitable({"out": spread(link.channels)[:-1]}, {"out": link.channels}, multiple, stopwatch)
     fewer = spread(link.channels)[:-1][offered].flip(0)
     losses = losses_by_channels(given, order)[fewer - 1]
     scaled = losses * curvature.calibration.links.get(link.source, 1.0)
-    return Width(link, order, [link.channels, *fewer.tolist()], torch.cat([losses.new_zeros(1), scaled]))
+    widths = [link.channels, *fewer.tolist()]
+    return Width(link, order, widths, torch.cat([losses.new_zeros(1), scaled]), _between(link, model, curvature))
+
+
+def _between(link: Link, model: nn.Module, curvature: Curvature) -> dict[str, float]:
+    """Of one channel. Parameters that others share stay as many as they are."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    own = [p for name in link.between for p in model.get_submodule(name).parameters() if uses[id(p)] == 1]
+    macs = sum(curvature[name].shape.macs for name in link.between if name in curvature.layers)
+    params = sum(parameter.numel() for parameter in own if parameter.shape[:1] == (link.channels,))
+    return {"params": params / link.channels, "macs": macs / link.channels}
 
 
 # --- the options of one layer -----------------------------------------------------------------------------------------------
@@ -192,6 +202,9 @@ def _offer(
         currency: torch.cat([group.cost(of, layer.shape) for group in groups])
         for currency, of in (("params", structures.params), ("macs", structures.macs))
     }
+    if out_of is not None:
+        widths = torch.tensor(out_of.widths, dtype=torch.float64)[pairs[:, 1]]
+        costs = {currency: values + out_of.between[currency] * widths for currency, values in costs.items()}
     labels, losses = [label for group in groups for label in group.labels], torch.cat([group.losses for group in groups])
     offer = Offer(name, labels, losses, costs, pairs[:, 0], pairs[:, 1])
     return offer if stopwatch is None else _timed(offer, out_of, stopwatch)
