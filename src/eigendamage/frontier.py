@@ -95,12 +95,15 @@ def frontier(
         arguments: of `plan` (``method``, ``skip``, ``multiple``, ``example_inputs``) and of `apply` (``refit``, ``forward``).
 
     Raises:
-        ValueError: as `plan` and `apply` do; budgets that cannot be reached are left out where ``budgets`` is not given.
+        ValueError: as `plan` and `apply` do, and for an empty ``budgets``; those that cannot be reached are left out where
+            ``budgets`` is not given.
     """
     require_choice("currency", currency, BUDGETS)
     require_whole("points", points, least=2)
     if measure is not None:
         require_function("measure", measure, "a model")
+    if budgets is not None and not budgets:
+        raise ValueError("budgets: there are none; give fractions of the dense model")
     building = {key: arguments.pop(key) for key in ("refit", "forward") if key in arguments}
     wanted = _spread(points) if budgets is None else sorted(budgets)
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class Width:
     order: list[int]
     widths: list[int]
     losses: Float[Tensor, " widths"]
+    between: dict[str, float]  # what each channel costs in what stands between the layers: that goes with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,7 @@ class _Asked:
 def _offers(model: nn.Module, curvature: Curvature, names: Sequence[str], asked: _Asked) -> Offers:
     modules = candidates(model)
     free = links(curvature.coupling, names) if curvature.coupling and "channels" in asked.kinds else []
-    widths = {link.source: _width(link, modules, curvature, asked) for link in free}
+    widths = {link.source: _width(link, model, curvature, asked) for link in free}
     into = {width.link.target: width for width in widths.values()}
     made = {name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), asked) for name in names}
     chains = [[made[name] for name in chain] for chain in _chains(names, widths)]
@@ -140,15 +142,25 @@ def _chains(names: Sequence[str], widths: Mapping[str, Width]) -> list[list[str]
     return chains
 
 
-def _width(link: Link, modules: Mapping[str, nn.Module], curvature: Curvature, asked: _Asked) -> Width:
-    module, layer = modules[link.target], curvature[link.target]
+def _width(link: Link, model: nn.Module, curvature: Curvature, asked: _Asked) -> Width:
+    module, layer = model.get_submodule(link.target), curvature[link.target]
     given = by_channel(problem(weight_of(module), layer, tuple(range(len(layer.shape.kernel)))), link.channels)
     order = order_of_channels(given)
     offered = _suitable({"out": spread(link.channels)[:-1]}, {"out": link.channels}, asked)
     fewer = spread(link.channels)[:-1][offered].flip(0)
     losses = losses_by_channels(given, order)[fewer - 1]
     scaled = losses * curvature.calibration.links.get(link.source, 1.0)
-    return Width(link, order, [link.channels, *fewer.tolist()], torch.cat([losses.new_zeros(1), scaled]))
+    widths = [link.channels, *fewer.tolist()]
+    return Width(link, order, widths, torch.cat([losses.new_zeros(1), scaled]), _between(link, model, curvature))
+
+
+def _between(link: Link, model: nn.Module, curvature: Curvature) -> dict[str, float]:
+    """Of one channel. Parameters that others share stay as many as they are."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    own = [p for name in link.between for p in model.get_submodule(name).parameters() if uses[id(p)] == 1]
+    macs = sum(curvature[name].shape.macs for name in link.between if name in curvature.layers)
+    params = sum(parameter.numel() for parameter in own if parameter.shape[:1] == (link.channels,))
+    return {"params": params / link.channels, "macs": macs / link.channels}
 
 
 # --- the options of one layer -----------------------------------------------------------------------------------------------
@@ -198,6 +210,9 @@ def _offer(
         currency: torch.cat([group.cost(of, layer.shape) for group in groups])
         for currency, of in (("params", structures.params), ("macs", structures.macs))
     }
+    if out_of is not None:
+        widths = torch.tensor(out_of.widths, dtype=torch.float64)[pairs[:, 1]]
+        costs = {currency: values + out_of.between[currency] * widths for currency, values in costs.items()}
     labels, losses = [label for group in groups for label in group.labels], torch.cat([group.losses for group in groups])
     offer = Offer(name, labels, losses, costs, pairs[:, 0], pairs[:, 1])
     return offer if asked.stopwatch is None else _timed(offer, out_of, asked.stopwatch)

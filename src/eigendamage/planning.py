@@ -26,6 +26,7 @@ from eigendamage.timing import Stopwatch
 
 LARGER = "it would hold more parameters than the dense layer"
 ALL_STAYS = "the method keeps all of it"
+WHOLE = "the budget is the whole model"
 
 
 @dataclass(frozen=True)
@@ -315,11 +316,14 @@ def _within(
     require_whole("multiple", multiple, least=1)
     if "latency" in budgets and example_inputs is None:
         raise ValueError("latency: needs example_inputs=..., the inputs whose time counts")
-    layers = layers_for_budgets(curvature, rules.skipped, rules.last_linear)
     if "loss" not in budgets and all(value == 1 for value in budgets.values()):
+        layers = dense_layers(curvature, curvature.reasons, rules.skipped)
+        for choice in layers.values():
+            choice.reason = choice.reason or WHOLE
         return Plan(method or BEST, layers)
     if method is not None:
         return at_equal_cost(model, curvature, budgets, lambda ratio: plan_at_ratio(model, curvature, method, ratio, rules))
+    layers = layers_for_budgets(curvature, rules.skipped, rules.last_linear)
     stopwatch = Stopwatch(model, example_inputs) if "latency" in budgets else None
     offered = offers(model, curvature, layers, multiple, stopwatch, _kinds(kinds))
     if stopwatch is None:

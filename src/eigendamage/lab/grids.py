@@ -130,8 +130,8 @@ RIVALRY: tuple[str | None, ...] = (None, "eigendamage", "kron-obd", *RIVALS)  # 
 INCREASES = (0.01, 0.03, 0.1, 0.2, 0.3)
 # The structures, one kind after the other.
 KINDS = (["tucker"], ["svd"], ["rows-columns", "columns-rows"], ["channels"], ["mobile"])
-SHORT = Training(epochs=2, learning_rate=0.02, schedule="cosine")
-RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
+SHORT = Training(epochs=2, learning_rate=0.005, schedule="cosine")
+RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 def budgets(scale: Scale) -> list[Cell]:
