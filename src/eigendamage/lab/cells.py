@@ -51,7 +51,7 @@ def run(cell: Cell, site: Site, folder: Path | None = None) -> Content:
             case Fisher():
                 subject = subject_of(cell.data, site)
                 assert isinstance(subject, Prepared)
-                content = fisher_blocks(cell, subject.data)
+                content = fisher_blocks(cell, subject.data.to("cpu"))
         found = {"cell": as_data(cell), **content, "versions": versions(), "command": command()}
         write_json(folder / RESULT, found)
     return found

@@ -130,6 +130,7 @@ RIVALRY: tuple[str | None, ...] = (None, "eigendamage", "kron-obd", *RIVALS)  # 
 INCREASES = (0.01, 0.03, 0.1, 0.2, 0.3)
 # The structures, one kind after the other.
 KINDS = (["tucker"], ["svd"], ["rows-columns", "columns-rows"], ["channels"], ["mobile"])
+TEACHING = (0.5, 1.0)  # shares of the dense model's predictions in the loss
 SHORT = Training(epochs=2, learning_rate=0.005, schedule="cosine")
 RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
 
@@ -141,7 +142,7 @@ def budgets(scale: Scale) -> list[Cell]:
         short = replace(SHORT, seed=seed)
         for method in RIVALRY:
             cells += _with_and_without_refit(scale, network, _within(macs, method), short)
-        cells.append(_budget(scale, network, _within(macs), replace(short, distill=0.5)))
+        cells += [_budget(scale, network, _within(macs), replace(short, distill=share)) for share in TEACHING]
     for network, macs in itertools.product(BUDGETED, SHARES):
         for count in range(1, len(KINDS)):
             kinds = sorted(itertools.chain(*KINDS[:count]))

@@ -163,10 +163,13 @@ def budget_tables(rows: Iterable[Row]) -> list[TableData]:
     return tables
 
 
+TEACHING = {0.5: ", with a teacher", 1.0: ", with a teacher and no labels"}
+
+
 def _way(row: Row) -> str:
     """What a row of the table is called."""
     kinds = row.cell.planning.get("structures")
-    extra = f", only {', '.join(kinds)}" if kinds else ", with a teacher" if row.cell.finetuning.distill else ""
+    extra = f", only {', '.join(kinds)}" if kinds else TEACHING.get(row.cell.finetuning.distill, "")
     return f"{title_of(row.method)}{extra}"
 
 
