@@ -15,6 +15,7 @@ WEIGHTS, FLOPS, ACCURACY = "weights removed", "FLOPs removed", "test accuracy"
 REMOVED = {"params": WEIGHTS, "macs": FLOPS}
 # A method looks the same in every figure.
 STYLES = {name: number for number, name in enumerate(("eigendamage", *(name for name in METHODS if name != "eigendamage")))}
+STYLES["cp"] = STYLES["c-obd"]  # there are no more colours, and the two are never drawn together
 
 Point = tuple[float, Sequence[float]]  # x, and values over seeds
 

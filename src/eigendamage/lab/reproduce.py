@@ -85,10 +85,11 @@ def _summary(cells: Sequence[Content]) -> str:
     return f"{len(cells)} runs on {', '.join(devices)}."
 
 
-def write_docs(paths: Sequence[Path], folder: Path, introduction: str = "") -> Path:
+def write_docs(paths: Sequence[Path], folder: Path) -> Path:
     """``results.md`` with its pictures in ``folder``, from files of results alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["# Results", "", *([introduction, ""] if introduction else [])]
+    command = f"eigendamage reproduce --from-results {' '.join(map(str, paths))} --docs {folder}"
+    lines = ["# Results", "", f"Drawn from files of results alone: `{command}`", ""]
     for path in paths:
         content = read_results(path)
         name = content["experiment"]
