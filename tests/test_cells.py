@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import eigendamage as ed
 from eigendamage.lab import cells, runs, steps
@@ -163,3 +164,21 @@ def test_the_fisher_is_more_diagonal_in_the_kfe(tmp_path: Path) -> None:
     assert matrix.shape == (36, 36)
     assert torch.equal(matrix, matrix.T)
     assert set(matrix.diagonal().tolist()) <= {0.0, 1.0}
+
+
+def test_statistics_on_disk_are_those_of_the_weights(tmp_path: Path) -> None:
+    """Measured once for the same weights; other weights under the same name are measured anew."""
+    site = Site(tmp_path, progress=False)
+    cell = Pruning(DENSE, {"macs": 0.5}, replace(TUNING, epochs=0), examples=8)
+
+    def statistics(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)]
+        steps._LAST.clear()
+        patches = steps.measured(nn.Sequential(*layers).eval(), cell, site, "the same name")["2"].patches
+        assert patches is not None
+        return patches
+
+    first, other, again = (statistics(seed) for seed in (0, 1, 0))
+    assert len(list(tmp_path.glob("statistics-*"))) == 2
+    assert torch.equal(first, again) and not torch.equal(first, other)

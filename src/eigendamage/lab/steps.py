@@ -18,7 +18,7 @@ from eigendamage.cost import called, count
 from eigendamage.curvature import Curvature
 from eigendamage.lab.rivals import RIVALS, rival
 from eigendamage.lab.settings import Dense, Pruning, Site, checksum, name_of
-from eigendamage.lab.subjects import Subject, network_named, subject_named
+from eigendamage.lab.subjects import Subject, is_own, network_named, subject_named
 from eigendamage.measuring import measure
 from eigendamage.methods import BEST
 from eigendamage.passes import evaluating
@@ -94,17 +94,27 @@ def measured(model: nn.Module, cell: Pruning, site: Site, key: str) -> Curvature
     methods = tuple(statistics_for(cell.planning))
     full = (key, cell.dense.data, methods, cell.examples, cell.labels, cell.seed, site.device)
     if full not in _LAST:
-        path = site.root / f"statistics-{hashlib.sha256(repr(full).encode()).hexdigest()[:16]}.safetensors"
-        if path.exists():
+        # A user's own data may be other data under the same name.
+        path = None if BEST not in methods or is_own(cell.dense.data) else _statistics_file(model, full, site)
+        if path is not None and path.exists():
             found = Curvature.load(path)
         else:
             batches = subject_of(cell.dense.data, site).statistics(cell.examples, cell.seed)
             found = measure(model, batches, methods=methods, labels=cell.labels, seed=cell.seed, progress=site.progress)
-            if BEST in methods:
+            if path is not None:
                 found.save(path)
         _LAST.clear()
         _LAST[full] = found
     return _LAST[full]
+
+
+def _statistics_file(model: nn.Module, key: tuple[Any, ...], site: Site) -> Path:
+    """Named after what was measured how, and on which weights."""
+    digest = hashlib.sha256(repr(key).encode())
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return site.root / f"statistics-{digest.hexdigest()[:16]}.safetensors"
 
 
 _LAST: dict[tuple[Any, ...], Curvature] = {}
