@@ -67,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eigendamage.bench", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench.json"), metavar="FILE", help="default: ./bench.json")
     parser.add_argument("--quick", action="store_true", help="one small network, to see that the benchmark runs")
+    parser.add_argument("--batches", type=int, default=Setup.batches, help="of 128 images; %(default)s by default")
+    parser.add_argument("--repetitions", type=int, default=Setup.repetitions, help="%(default)s by default")
     options = parser.parse_args(arguments)
-    setup = QUICK if options.quick else Setup()
+    setup = QUICK if options.quick else Setup(batches=options.batches, repetitions=options.repetitions)
     command = " ".join(["python -m eigendamage.bench", *(sys.argv[1:] if arguments is None else arguments)])
     rows = [row for network in setup.networks for row in (*memory_rows(network, setup), *time_rows(network, setup))]
     content = {
