@@ -16,7 +16,6 @@ from functools import cached_property
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from eigendamage.curvature import LayerCurvature
 from eigendamage.linalg import damped, exact, roots
@@ -75,16 +74,22 @@ def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, 
 def _features(given: Problem, first: Float[Tensor, "own rank"]) -> tuple[Tensor, Tensor]:
     """S^½ W A (V ⊗ I) L^-ᵀ as ``[out, rank · shared]``, and L, the Cholesky factor of the features' covariance."""
     covariance = torch.einsum("bshu,hc->bscu", torch.einsum("gshu,gb->bshu", given.inputs, first), first)
-    size = first.shape[1] * given.weight.shape[2]
-    factor = torch.linalg.cholesky(covariance.reshape(size, size))
-    moved = torch.einsum("phu,hb->pbu", given.moved, first).flatten(1)
+    return _explained(covariance, torch.einsum("phu,hb->pbu", given.moved, first))
+
+
+def _explained(covariance: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+    moved = moved.flatten(1)
+    factor = torch.linalg.cholesky(covariance.reshape(moved.shape[1], -1))
     return torch.linalg.solve_triangular(factor, moved.T, upper=False).T, factor
 
 
 def losses_by_rank(given: Problem, first: Float[Tensor, "own rank"]) -> Float[Tensor, " rank"]:
     """The loss with the leading 1, 2, … columns of a first stage and the best of everything behind it."""
-    explained, _ = _features(given, first)
-    by_column = explained.square().sum(0).view(first.shape[1], -1).sum(1)
+    return _losses(given, _features(given, first)[0])
+
+
+def _losses(given: Problem, explained: Tensor) -> Tensor:
+    by_column = explained.square().sum(0).view(-1, given.weight.shape[2]).sum(1)
     return (given.energy - by_column.cumsum(0)).clamp(min=0) / 2
 
 
@@ -103,12 +108,19 @@ def losses_by_two_ranks(given: Problem, first: Float[Tensor, "own rank"], counts
 
 def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor]:
     """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
+    return _rest(given, first, outputs)[:2]
+
+
+def _rest(given: Problem, first: Tensor, outputs: int) -> tuple[Tensor, Tensor, float]:
+    """With the loss."""
     explained, factor = _features(given, first)
-    u, s, v = torch.linalg.svd(explained, full_matrices=False)
-    missing = max(outputs - len(s), 0)  # more outputs than there are features: the others are zero
-    u, s, v = F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
-    core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
-    return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
+    turned = torch.eye(len(explained), dtype=explained.dtype)
+    if outputs < len(explained):  # the main directions; else there is nothing to choose
+        turned = torch.linalg.eigh(explained @ explained.T).eigenvectors.flip(1)[:, :outputs]
+    explained = turned.T @ explained
+    core = torch.linalg.solve_triangular(factor.T, explained.T, upper=True).T
+    loss = max(given.energy - float(explained.square().sum()), 0.0) / 2
+    return given.inverse @ turned, core.reshape(-1, first.shape[1], given.weight.shape[2]), loss
 
 
 # --- the first stage --------------------------------------------------------------------------------------------------------
@@ -133,12 +145,10 @@ def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
 
 def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """First stage, core and last stage of about the least loss: V and B in turn, from this V."""
-    last, core = rest(given, first, outputs)
-    best = _loss(given, first, core, last)
+    last, core, best = _rest(given, first, outputs)
     for _ in range(SWEEPS):
         improved = _first_for(given, first, core, last)
-        new_last, new_core = rest(given, improved, outputs)
-        loss = _loss(given, improved, new_core, new_last)
+        new_last, new_core, loss = _rest(given, improved, outputs)
         if not loss < best:
             break
         enough = loss > (1 - TOLERANCE) * best
@@ -146,11 +156,6 @@ def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> t
         if enough:
             break
     return first, core, last
-
-
-def _loss(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> float:
-    change = given.root @ (given.weight - torch.einsum("oa,abs,gb->ogs", last, core, first)).flatten(1)
-    return float(((change @ given.inputs.flatten(2).flatten(0, 1)) * change).sum()) / 2
 
 
 def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Tensor:
@@ -187,7 +192,8 @@ def by_channel(given: Problem, channels: int) -> Problem:
 
 def losses_by_channels(given: Problem, order: Sequence[int]) -> Float[Tensor, " own"]:
     """The loss of reading only the first 1, 2, … channels of this order, the weights having made up for the others."""
-    return losses_by_rank(given, torch.eye(len(order), dtype=given.weight.dtype)[:, list(order)])
+    order = list(order)
+    return _losses(given, _explained(given.inputs[order][:, :, order], given.moved[:, order])[0])
 
 
 def order_of_channels(given: Problem) -> list[int]:
