@@ -18,12 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eigendamage.curvature import LayerCurvature
-from eigendamage.linalg import damped, exact, roots
+from eigendamage.linalg import damped, exact, inverse, roots
 
 # Alternations between V and B, and conjugate gradients for V in each; they end when the loss falls by less than this.
 SWEEPS = 4
-STEPS = 8
+STEPS = 2
 TOLERANCE = 0.01
+# Relative damping of the preconditioner: later stages may have columns that depend on each other.
+DEPENDENT = 1e-8
 
 # At most this share of the channels goes before the scores of those that stay are computed again.
 SHARE_AT_ONCE = 1 / 16
@@ -47,6 +49,11 @@ class Problem:
     def energy(self) -> float:
         """tr(S W A Wᵀ): twice the loss of a layer that is gone."""
         return float((self.moved * torch.einsum("po,ogs->pgs", self.root, self.weight)).sum())
+
+    @cached_property
+    def mean_root(self) -> Float[Tensor, "own own"]:
+        """The Cholesky factor of the mean of A over what the first stage is shared along."""
+        return torch.linalg.cholesky(torch.einsum("gshs->gh", self.inputs) / self.weight.shape[2])
 
     @cached_property
     def by_shared(self) -> Float[Tensor, "shared own shared own"]:
@@ -128,8 +135,7 @@ def _rest(given: Problem, first: Tensor, outputs: int) -> tuple[Tensor, Tensor, 
 
 def whitened_inputs(given: Problem) -> tuple[Float[Tensor, "own out shared"], Float[Tensor, "own own"]]:
     """Rᵀ W S^½ for the mean R Rᵀ of A over what the first stage is shared along, and R."""
-    root = torch.linalg.cholesky(torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2])
-    return torch.einsum("hg,po,ohs->gps", root, given.root, given.weight), root
+    return torch.einsum("hg,po,ohs->gps", given.mean_root, given.root, given.weight), given.mean_root
 
 
 def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
@@ -159,24 +165,37 @@ def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> t
 
 
 def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Tensor:
-    """Conjugate gradients, from ``first``, for the V of least loss with these later stages."""
+    """Conjugate gradients, from ``first``, for the V of least loss with these later stages.
+
+    Preconditioned as if what V is shared along were unrelated and all alike: that is a Kronecker product, quick to invert.
+    """
     behind = torch.einsum("po,oa,abs->pbs", given.root, last, core)
     # For each shared s, what turns A (V ⊗ I) into the gradient of V.
-    turned = torch.einsum("pbu,pcs->subc", behind, behind).flatten(1, 2)
+    turned = torch.einsum("pbu,pcs->subc", behind, behind)
+    alike = torch.linalg.cholesky(damped(torch.einsum("ssbc->bc", turned), DEPENDENT))
+    turned = turned.flatten(1, 2)
 
     def applied(v: Tensor) -> Tensor:
         return torch.bmm((given.by_shared @ v).flatten(2), turned).sum(0)
 
+    def preconditioned(v: Tensor) -> Tensor:
+        return torch.cholesky_solve(torch.cholesky_solve(v, given.mean_root).T, alike).T
+
     residual = torch.einsum("pgs,pbs->gb", given.moved, behind) - applied(first)
-    direction, size = residual, float(residual.square().sum())
-    for _ in range(STEPS):
-        if size == 0:
+    direction = towards = preconditioned(residual)
+    size = float((residual * towards).sum())
+    for step_number in range(STEPS):
+        if size <= 0:
             break
         image = applied(direction)
         step = size / float((direction * image).sum())
-        first, residual = first + step * direction, residual - step * image
-        before, size = size, float(residual.square().sum())
-        direction = residual + size / before * direction
+        first = first + step * direction
+        if step_number == STEPS - 1:
+            break
+        residual = residual - step * image
+        towards = preconditioned(residual)
+        before, size = size, float((residual * towards).sum())
+        direction = towards + size / before * direction
     return first
 
 
@@ -202,9 +221,7 @@ def order_of_channels(given: Problem) -> list[int]:
     OBS on the input side: the loss of channel c is ½ tr(S W_c [(A⁻¹)_cc]⁻¹ W_cᵀ), and what stays is updated.
     """
     own, shared = given.weight.shape[1:]
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(given.inputs.reshape(own * shared, -1))).view(
-        own, shared, own, shared
-    )
+    precision = inverse(given.inputs.reshape(own * shared, -1)).view(own, shared, own, shared)
     weight = torch.einsum("po,ogs->gps", given.root, given.weight)
     alive, gone = torch.arange(own), []
     while len(alive) > 1:
