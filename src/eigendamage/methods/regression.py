@@ -29,6 +29,7 @@ DEPENDENT = 1e-8
 
 # At most this share of the channels goes before the scores of those that stay are computed again.
 SHARE_AT_ONCE = 1 / 16
+ALIVE = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,25 +222,31 @@ def order_of_channels(given: Problem) -> list[int]:
     OBS on the input side: the loss of channel c is ½ tr(S W_c [(A⁻¹)_cc]⁻¹ W_cᵀ), and what stays is updated.
     """
     own, shared = given.weight.shape[1:]
-    precision = inverse(given.inputs.reshape(own * shared, -1)).view(own, shared, own, shared)
-    weight = torch.einsum("po,ogs->gps", given.root, given.weight)
-    alive, gone = torch.arange(own), []
+    precision = inverse(given.inputs.reshape(own * shared, -1))
+    weight = torch.einsum("po,ogs->gsp", given.root, given.weight).flatten(0, 1)
+    names, alive, gone = torch.arange(own), torch.arange(own), []
     while len(alive) > 1:
-        blocks = torch.linalg.inv(torch.diagonal(precision, dim1=0, dim2=2).permute(2, 0, 1))
-        scores = torch.einsum("gps,gsu,gpu->g", weight, blocks, weight)
-        count = max(1, int(SHARE_AT_ONCE * len(alive)))
+        blocks = torch.diagonal(precision.view(len(names), shared, len(names), shared), dim1=0, dim2=2).permute(2, 0, 1)[alive]
+        parts = weight.view(len(names), shared, -1)[alive]
+        scores = (torch.linalg.solve(blocks, parts) * parts).sum((1, 2))
         order = scores.argsort(stable=True)
-        out, stay = order[:count], order[count:].sort().values
-        gone += alive[out].tolist()
-        coupled = torch.linalg.solve(
-            precision[out][:, :, out].reshape(count * shared, -1), precision[out][:, :, stay].reshape(count * shared, -1)
-        )
-        removed = weight[out].transpose(1, 2).reshape(count * shared, -1)
-        weight = weight[stay] - (coupled.T @ removed).view(len(stay), shared, -1).transpose(1, 2)
-        pulled = precision[stay][:, :, out].reshape(len(stay) * shared, -1) @ coupled
-        precision = precision[stay][:, :, stay] - pulled.view(len(stay), shared, len(stay), shared)
-        alive = alive[stay]
-    return [*alive.tolist(), *reversed(gone)]
+        count = max(1, int(SHARE_AT_ONCE * len(alive)))
+        out, alive = alive[order[:count]], alive[order[count:].sort().values]
+        gone += names[out].tolist()
+        rows = _rows(out, shared)
+        across = precision[rows]
+        coupled = torch.linalg.solve(across[:, rows], across)
+        weight = weight.addmm_(coupled.T, weight[rows], alpha=-1)
+        precision = precision.addmm_(across.T, coupled, alpha=-1)
+        if len(alive) <= ALIVE * len(names):  # what has gone is carried along for a while: copying costs more
+            rows = _rows(alive, shared)
+            names, weight, precision = names[alive], weight[rows], precision[rows][:, rows]
+            alive = torch.arange(len(names))
+    return [*names[alive].tolist(), *reversed(gone)]
+
+
+def _rows(channels: Tensor, shared: int) -> Tensor:
+    return (channels[:, None] * shared + torch.arange(shared)).flatten()
 
 
 def with_fewer_inputs(
