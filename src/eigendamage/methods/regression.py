@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eigendamage.curvature import LayerCurvature
-from eigendamage.linalg import damped, exact, inverse, roots
+from eigendamage.linalg import damped, exact, inverse
 
 # Alternations between V and B, and conjugate gradients for V in each; they end when the loss falls by less than this.
 SWEEPS = 4
@@ -72,8 +72,7 @@ def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, 
     assert covariance is not None
     inputs = damped(covariance).view(*size, *size).permute(*order, *(n + axis for axis in order))
     moved = exact(weight).permute(0, *(1 + axis for axis in order))
-    root, inverse = roots(layer.sensitivity)
-    return Problem(moved.reshape(-1, *split), inputs.reshape(*split, *split), root, inverse)
+    return Problem(moved.reshape(-1, *split), inputs.reshape(*split, *split), *layer.sensitivity_roots)
 
 
 # --- the rest, given the first stage ----------------------------------------------------------------------------------------
