@@ -468,3 +468,14 @@ def test_other_weights_are_not_taken_for_those_of_before(data) -> None:
     assert again.loss != first.loss
     fresh = dataclasses.replace(curvature, remembered={})
     assert again.to_json() == ed.plan(model, fresh, macs=0.5).to_json()
+
+
+def test_other_budgets_work_nothing_out_again(data, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small().eval()
+    curvature = ed.measure(model, data, progress=False)
+    expected = ed.plan(model, curvature, params=0.5, multiple=2, structures=["tucker", "channels"]).to_json()
+    for name in ("problem", "order_of_channels", "losses_by_channels"):
+        monkeypatch.delattr(f"eigendamage.offers.{name}")
+    monkeypatch.delattr("eigendamage.structures.lowrank.problem")
+    assert ed.plan(model, curvature, params=0.5, multiple=2, structures=["tucker", "channels"]).to_json() == expected
+    assert ed.plan(model, curvature, macs=0.6).macs > 0

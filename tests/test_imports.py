@@ -65,6 +65,7 @@ ORDER = [
     "lab",
     "demo",
     "bench",
+    "bench_time",
     "options",
     "cli",
 ]

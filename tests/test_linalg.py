@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eigendamage.linalg import DAMPING, canonical_polyadic, compose, damped, eigen, exact, inverse_diagonal, roots
+from eigendamage.linalg import DAMPING, canonical_polyadic, compose, damped, eigen, exact, inverse, inverse_diagonal, roots
 
 
 @st.composite
@@ -69,3 +69,9 @@ def test_of_a_matrix_the_best_approximation_is_found() -> None:
     for rank in range(1, 6):
         error = (matrix - compose(canonical_polyadic(matrix, rank))).norm()
         torch.testing.assert_close(error, values[rank:].norm(), rtol=1e-6, atol=1e-9)
+
+
+def test_an_inverse_by_blocks_is_the_inverse() -> None:
+    sample = torch.randn(700, 601, dtype=torch.float64)
+    matrix = damped(sample.T @ sample)
+    torch.testing.assert_close(inverse(matrix) @ matrix, torch.eye(601, dtype=torch.float64), atol=1e-8, rtol=0)

@@ -13,7 +13,7 @@ from eigendamage.curvature import LayerCurvature
 from eigendamage.layers import shape_of, weight_of
 from eigendamage.linalg import canonical_polyadic, compose, damped
 from eigendamage.methods import polyadic
-from eigendamage.methods.polyadic import factors, loss_of
+from eigendamage.methods.polyadic import factors, losses_of
 from eigendamage.methods.regression import Problem, problem
 from eigendamage.structures import STRUCTURES
 from eigendamage.structures.lowrank import balanced
@@ -40,7 +40,7 @@ def test_the_predicted_loss_is_that_of_the_composed_weight(size, rank: int, seed
     module, _, given_problem, metric = case(*size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(polyadic, "ROUGH", polyadic.FINE)
-        predicted = loss_of(given_problem, rank)
+        (predicted,) = losses_of(given_problem, [rank])
     actual = float(loss(metric, composed(*factors(given_problem, rank), module) - module.weight.detach()))
     assert predicted == pytest.approx(actual, rel=1e-5, abs=1e-7 * given_problem.energy)
 

@@ -15,7 +15,7 @@ from eigendamage import files
 from eigendamage.calibration import Calibration
 from eigendamage.coupling import Coupling, Sides
 from eigendamage.layers import LayerShape, candidates, require_values, shape_of, some
-from eigendamage.linalg import eigen
+from eigendamage.linalg import eigen, roots
 
 TENSORS = ("inputs", "patches", "gradients", "softened", "fisher", "scale")
 
@@ -66,6 +66,10 @@ class LayerCurvature:
     @cached_property
     def eigen_gradients(self) -> tuple[Tensor, Tensor]:
         return eigen(_present(self.gradients, "the gradient covariance"))
+
+    @cached_property
+    def sensitivity_roots(self) -> tuple[Tensor, Tensor]:
+        return roots(self.sensitivity)
 
 
 def _present(tensor: Tensor | None, what: str) -> Tensor:

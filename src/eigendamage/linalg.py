@@ -12,6 +12,10 @@ from torch import Tensor
 
 # Added to the diagonal before a matrix is inverted, relative to the mean of the diagonal.
 DAMPING = 1e-4
+# A matrix that is so much wider than high is decomposed by way of its rows' products.
+WIDE = 4
+# Half of a matrix that is inverted at once.
+BLOCK = 128
 
 
 def exact(matrix: Tensor) -> Tensor:
@@ -35,6 +39,18 @@ def damped(matrix: Float[Tensor, "n n"], damping: float = DAMPING) -> Float[Tens
 def inverse_diagonal(matrix: Float[Tensor, "n n"]) -> Float[Tensor, " n"]:
     """Diagonal of the inverse of the damped matrix."""
     return torch.cholesky_inverse(torch.linalg.cholesky(damped(matrix))).diagonal()
+
+
+def inverse(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The inverse of a positive definite matrix, by blocks: nearly all of it is products of matrices, and they are quick."""
+    half = len(matrix) // 2
+    if half < BLOCK:
+        return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    first = inverse(matrix[:half, :half])
+    across = first @ matrix[:half, half:]
+    last = inverse(matrix[half:, half:] - matrix[half:, :half] @ across)
+    corner = -across @ last
+    return torch.cat([torch.cat([first - corner @ across.T, corner], dim=1), torch.cat([corner.T, last], dim=1)])
 
 
 def roots(matrix: Float[Tensor, "n n"]) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
@@ -108,7 +124,9 @@ def _unfold(tensor: Tensor, mode: int) -> Tensor:
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:
     """Leading left singular vectors; where there are fewer than ``rank``, fixed pseudo-random columns fill up."""
-    vectors = torch.linalg.svd(matrix, full_matrices=False).U[:, :rank]
+    wide = WIDE * len(matrix) <= matrix.shape[1]  # then the squares are much quicker, and near enough to start from
+    vectors = torch.linalg.eigh(matrix @ matrix.T)[1].flip(1) if wide else torch.linalg.svd(matrix, full_matrices=False).U
+    vectors = vectors[:, :rank]
     missing = rank - vectors.shape[1]
     if missing <= 0:
         return vectors

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +41,7 @@ class Offer:
     """
 
     name: str
-    labels: list[Label]
+    labels: Sequence[Label]
     losses: Float[Tensor, " options"]
     costs: dict[str, Float[Tensor, " options"]]
     inlets: Int[Tensor, " options"]
@@ -83,20 +86,17 @@ def offers(
 ) -> Offers:
     """What the layers without a reason to stay dense could become. With a stopwatch, ``"latency"`` is a currency.
 
-    The curvature remembers what was worked out for these weights.
+    The curvature remembers the losses that were worked out for these weights, so that other budgets only put them together.
     """
     names = [name for name, choice in layers.items() if not choice.reason]
     asked = _Asked(multiple, kinds, stopwatch)
-    if stopwatch is not None:
-        return _offers(model, curvature, names, asked)
-    weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
-    of = (weights, names, multiple, kinds, curvature.calibration.layers, curvature.calibration.links)
-    if curvature.remembered.get("offers of") != of:
-        curvature.remembered["offers"] = _offers(model, curvature, names, asked)
-        curvature.remembered["offers of"] = of
-    found = curvature.remembered["offers"]
-    assert isinstance(found, Offers)
-    return found
+    modules = candidates(model)
+    free = links(curvature.coupling, names) if curvature.coupling and "channels" in asked.kinds else []
+    widths = {link.source: _width(link, model, curvature, asked) for link in free}
+    into = {width.link.target: width for width in widths.values()}
+    made = {name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), asked) for name in names}
+    chains = [[made[name] for name in chain] for chain in _chains(names, widths)]
+    return Offers(chains, whole_costs(model, curvature, stopwatch), widths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +108,19 @@ class _Asked:
     stopwatch: Stopwatch | None
 
 
-def _offers(model: nn.Module, curvature: Curvature, names: Sequence[str], asked: _Asked) -> Offers:
-    modules = candidates(model)
-    free = links(curvature.coupling, names) if curvature.coupling and "channels" in asked.kinds else []
-    widths = {link.source: _width(link, model, curvature, asked) for link in free}
-    into = {width.link.target: width for width in widths.values()}
-    made = {name: _offer(name, modules[name], curvature, into.get(name), widths.get(name), asked) for name in names}
-    chains = [[made[name] for name in chain] for chain in _chains(names, widths)]
-    return Offers(chains, whole_costs(model, curvature, asked.stopwatch), widths)
+T = TypeVar("T")
+
+
+def _remembered(curvature: Curvature, name: str, what: str, module: nn.Module, find: Callable[[], T]) -> T:
+    """What was found for this layer, as long as its weight and its statistics are those of then."""
+    weight, layer = module.weight, curvature[name]
+    assert isinstance(weight, Tensor)
+    key, of = ("offers", name, what), (weight.data_ptr(), weight._version, layer)
+    if key not in curvature.remembered or curvature.remembered[key][0] != of:
+        # The weight is held so that no other can come to lie where it was.
+        curvature.remembered[key] = of, weight.detach(), find()
+    found: T = curvature.remembered[key][-1]
+    return found
 
 
 def whole_costs(model: nn.Module, curvature: Curvature, stopwatch: Stopwatch | None = None) -> dict[str, float]:
@@ -144,11 +149,16 @@ def _chains(names: Sequence[str], widths: Mapping[str, Width]) -> list[list[str]
 
 def _width(link: Link, model: nn.Module, curvature: Curvature, asked: _Asked) -> Width:
     module, layer = model.get_submodule(link.target), curvature[link.target]
-    given = by_channel(problem(weight_of(module), layer, tuple(range(len(layer.shape.kernel)))), link.channels)
-    order = order_of_channels(given)
+
+    def find() -> tuple[list[int], Tensor]:
+        given = by_channel(problem(weight_of(module), layer, tuple(range(len(layer.shape.kernel)))), link.channels)
+        order = order_of_channels(given)
+        return order, losses_by_channels(given, order)
+
+    order, by_width = _remembered(curvature, link.target, "channels", module, find)
     offered = _suitable({"out": spread(link.channels)[:-1]}, {"out": link.channels}, asked)
     fewer = spread(link.channels)[:-1][offered].flip(0)
-    losses = losses_by_channels(given, order)[fewer - 1]
+    losses = by_width[fewer - 1]
     scaled = losses * curvature.calibration.links.get(link.source, 1.0)
     widths = [link.channels, *fewer.tolist()]
     return Width(link, order, widths, torch.cat([losses.new_zeros(1), scaled]), _between(link, model, curvature))
@@ -175,13 +185,32 @@ class _Group:
     losses: Tensor
     pairs: Tensor  # inlet and outlet of each
 
-    @property
-    def labels(self) -> list[Label]:
-        rows = torch.stack(list(self.ranks.values()), dim=1).tolist() if self.ranks else [[]]
-        return [(self.structure, dict(zip(self.ranks, row, strict=True))) for row in rows]
+    def label(self, option: int) -> Label:
+        return self.structure, {key: int(rank[option]) for key, rank in self.ranks.items()}
 
     def cost(self, of: Callable[[str, LayerShape, Mapping[str, Tensor]], Any], shape: LayerShape) -> Tensor:
         return torch.as_tensor(of(self.structure, shape, self.ranks), dtype=torch.float64).expand(len(self.losses))
+
+
+class _Labels(Sequence[Label]):
+    """The labels of groups one after the other, each made when it is asked for: there are thousands, and few are."""
+
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self.groups, self.ends = groups, list(accumulate(len(group.losses) for group in groups))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    @overload
+    def __getitem__(self, option: int) -> Label: ...
+    @overload
+    def __getitem__(self, option: slice) -> list[Label]: ...
+    def __getitem__(self, option: int | slice) -> Label | list[Label]:
+        if isinstance(option, slice):
+            return [self[index] for index in range(*option.indices(len(self)))]
+        option = range(len(self))[option]
+        group = bisect_right(self.ends, option)
+        return self.groups[group].label(option - self.ends[group])  # counted from the end of its own group
 
 
 def _offer(
@@ -197,7 +226,8 @@ def _offer(
     for structure, row in STRUCTURES.items():
         if row.grid is None or structure not in asked.kinds or not row.fits(layer.shape):
             continue
-        ranks, losses = row.grid(weight_of(module), layer)
+        find = partial(row.grid, weight_of(module), layer)
+        ranks, losses = _remembered(curvature, name, structure, module, find)
         useful = _suitable(ranks, row.limits(layer.shape), asked) & _cheaper(structure, layer.shape, ranks)
         if bool(useful.any()):
             count = int(useful.sum())
@@ -213,8 +243,8 @@ def _offer(
     if out_of is not None:
         widths = torch.tensor(out_of.widths, dtype=torch.float64)[pairs[:, 1]]
         costs = {currency: values + out_of.between[currency] * widths for currency, values in costs.items()}
-    labels, losses = [label for group in groups for label in group.labels], torch.cat([group.losses for group in groups])
-    offer = Offer(name, labels, losses, costs, pairs[:, 0], pairs[:, 1])
+    losses = torch.cat([group.losses for group in groups])
+    offer = Offer(name, _Labels(groups), losses, costs, pairs[:, 0], pairs[:, 1])
     return offer if asked.stopwatch is None else _timed(offer, out_of, asked.stopwatch)
 
 

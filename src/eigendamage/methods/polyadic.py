@@ -6,6 +6,9 @@ then lets the last stage make up for what the others miss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,16 +25,17 @@ REPEATED = 1e-10
 SHARE, MOST = 1 - 1e-4, 256
 
 
-def loss_of(given: Problem, rank: int) -> float:
+def losses_of(given: Problem, ranks: Sequence[int]) -> list[float]:
     """About the loss with so many depthwise channels. ``given`` shares the first stage along all axes of the kernel."""
-    return _last(given, *_inner(given, rank, ROUGH))[1]
+    white = _whitened(given)
+    return [_last(given, *white.decomposed(rank, ROUGH))[1] for rank in ranks]
 
 
 def factors(
     given: Problem, rank: int
 ) -> tuple[Float[Tensor, "out rank"], Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
     """u, v and d, every channel as large in one as in the others."""
-    inputs, taps = _inner(given, rank, FINE)
+    inputs, taps = _whitened(given).decomposed(rank, FINE)
     outputs, _ = _last(given, inputs, taps)
     sizes = torch.stack([factor.norm(dim=0).clamp(min=1e-30) for factor in (outputs, inputs, taps)])
     scales = sizes.log().mean(0).exp() / sizes
@@ -51,13 +55,24 @@ def _last(
     return given.inverse @ last / sizes, max(missed, 0.0) / 2
 
 
-def _inner(given: Problem, rank: int, sweeps: int) -> tuple[Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
-    """v and d, from the whitened weight."""
+@dataclass(frozen=True, eq=False)
+class _Whitened:
+    """The whitened weight in the main directions of its outputs and inputs."""
+
+    small: Float[Tensor, "outputs inputs shared"]
+    directions: Float[Tensor, "own inputs"]  # of the inputs, no longer whitened
+
+    def decomposed(self, rank: int, sweeps: int) -> tuple[Float[Tensor, "own rank"], Float[Tensor, "shared rank"]]:
+        """v and d."""
+        _, v, d = canonical_polyadic(self.small, rank, sweeps, damping=DAMPING)
+        return self.directions @ v, d
+
+
+def _whitened(given: Problem) -> _Whitened:
     white, root = whitened_inputs(given)
     outputs, inputs = _main(white.transpose(0, 1).flatten(1)), _main(white.flatten(1))
     small = torch.einsum("gps,ga,pb->bas", white, inputs, outputs)
-    _, v, d = canonical_polyadic(small, rank, sweeps, damping=DAMPING)
-    return torch.linalg.solve_triangular(root.T, inputs @ v, upper=True), d
+    return _Whitened(small, torch.linalg.solve_triangular(root.T, inputs, upper=True))
 
 
 def _main(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows kept"]:

@@ -16,18 +16,20 @@ from functools import cached_property
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from eigendamage.curvature import LayerCurvature
-from eigendamage.linalg import damped, exact, roots
+from eigendamage.linalg import damped, exact, inverse
 
 # Alternations between V and B, and conjugate gradients for V in each; they end when the loss falls by less than this.
 SWEEPS = 4
-STEPS = 8
+STEPS = 2
 TOLERANCE = 0.01
+# Relative damping of the preconditioner: later stages may have columns that depend on each other.
+DEPENDENT = 1e-8
 
 # At most this share of the channels goes before the scores of those that stay are computed again.
 SHARE_AT_ONCE = 1 / 16
+ALIVE = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,11 @@ class Problem:
         return float((self.moved * torch.einsum("po,ogs->pgs", self.root, self.weight)).sum())
 
     @cached_property
+    def mean_root(self) -> Float[Tensor, "own own"]:
+        """The Cholesky factor of the mean of A over what the first stage is shared along."""
+        return torch.linalg.cholesky(torch.einsum("gshs->gh", self.inputs) / self.weight.shape[2])
+
+    @cached_property
     def by_shared(self) -> Float[Tensor, "shared own shared own"]:
         """A in the order in which conjugate gradients multiply with it."""
         return self.inputs.permute(1, 0, 3, 2).contiguous()
@@ -65,8 +72,7 @@ def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, 
     assert covariance is not None
     inputs = damped(covariance).view(*size, *size).permute(*order, *(n + axis for axis in order))
     moved = exact(weight).permute(0, *(1 + axis for axis in order))
-    root, inverse = roots(layer.sensitivity)
-    return Problem(moved.reshape(-1, *split), inputs.reshape(*split, *split), root, inverse)
+    return Problem(moved.reshape(-1, *split), inputs.reshape(*split, *split), *layer.sensitivity_roots)
 
 
 # --- the rest, given the first stage ----------------------------------------------------------------------------------------
@@ -75,16 +81,22 @@ def problem(weight: Float[Tensor, "out inputs *kernel"], layer: LayerCurvature, 
 def _features(given: Problem, first: Float[Tensor, "own rank"]) -> tuple[Tensor, Tensor]:
     """S^½ W A (V ⊗ I) L^-ᵀ as ``[out, rank · shared]``, and L, the Cholesky factor of the features' covariance."""
     covariance = torch.einsum("bshu,hc->bscu", torch.einsum("gshu,gb->bshu", given.inputs, first), first)
-    size = first.shape[1] * given.weight.shape[2]
-    factor = torch.linalg.cholesky(covariance.reshape(size, size))
-    moved = torch.einsum("phu,hb->pbu", given.moved, first).flatten(1)
+    return _explained(covariance, torch.einsum("phu,hb->pbu", given.moved, first))
+
+
+def _explained(covariance: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+    moved = moved.flatten(1)
+    factor = torch.linalg.cholesky(covariance.reshape(moved.shape[1], -1))
     return torch.linalg.solve_triangular(factor, moved.T, upper=False).T, factor
 
 
 def losses_by_rank(given: Problem, first: Float[Tensor, "own rank"]) -> Float[Tensor, " rank"]:
     """The loss with the leading 1, 2, … columns of a first stage and the best of everything behind it."""
-    explained, _ = _features(given, first)
-    by_column = explained.square().sum(0).view(first.shape[1], -1).sum(1)
+    return _losses(given, _features(given, first)[0])
+
+
+def _losses(given: Problem, explained: Tensor) -> Tensor:
+    by_column = explained.square().sum(0).view(-1, given.weight.shape[2]).sum(1)
     return (given.energy - by_column.cumsum(0)).clamp(min=0) / 2
 
 
@@ -103,12 +115,19 @@ def losses_by_two_ranks(given: Problem, first: Float[Tensor, "own rank"], counts
 
 def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor]:
     """The best ``[out, outputs]`` and ``[outputs, rank, shared]`` behind a first stage."""
+    return _rest(given, first, outputs)[:2]
+
+
+def _rest(given: Problem, first: Tensor, outputs: int) -> tuple[Tensor, Tensor, float]:
+    """With the loss."""
     explained, factor = _features(given, first)
-    u, s, v = torch.linalg.svd(explained, full_matrices=False)
-    missing = max(outputs - len(s), 0)  # more outputs than there are features: the others are zero
-    u, s, v = F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
-    core = torch.linalg.solve_triangular(factor.T, (s[:outputs, None] * v[:outputs]).T, upper=True).T
-    return given.inverse @ u[:, :outputs], core.reshape(-1, first.shape[1], given.weight.shape[2])
+    turned = torch.eye(len(explained), dtype=explained.dtype)
+    if outputs < len(explained):  # the main directions; else there is nothing to choose
+        turned = torch.linalg.eigh(explained @ explained.T).eigenvectors.flip(1)[:, :outputs]
+    explained = turned.T @ explained
+    core = torch.linalg.solve_triangular(factor.T, explained.T, upper=True).T
+    loss = max(given.energy - float(explained.square().sum()), 0.0) / 2
+    return given.inverse @ turned, core.reshape(-1, first.shape[1], given.weight.shape[2]), loss
 
 
 # --- the first stage --------------------------------------------------------------------------------------------------------
@@ -116,8 +135,7 @@ def rest(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tupl
 
 def whitened_inputs(given: Problem) -> tuple[Float[Tensor, "own out shared"], Float[Tensor, "own own"]]:
     """Rᵀ W S^½ for the mean R Rᵀ of A over what the first stage is shared along, and R."""
-    root = torch.linalg.cholesky(torch.einsum("gshs->gh", given.inputs) / given.weight.shape[2])
-    return torch.einsum("hg,po,ohs->gps", root, given.root, given.weight), root
+    return torch.einsum("hg,po,ohs->gps", given.mean_root, given.root, given.weight), given.mean_root
 
 
 def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
@@ -133,12 +151,10 @@ def leading(given: Problem, count: int) -> Float[Tensor, "own {count}"]:
 
 def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """First stage, core and last stage of about the least loss: V and B in turn, from this V."""
-    last, core = rest(given, first, outputs)
-    best = _loss(given, first, core, last)
+    last, core, best = _rest(given, first, outputs)
     for _ in range(SWEEPS):
         improved = _first_for(given, first, core, last)
-        new_last, new_core = rest(given, improved, outputs)
-        loss = _loss(given, improved, new_core, new_last)
+        new_last, new_core, loss = _rest(given, improved, outputs)
         if not loss < best:
             break
         enough = loss > (1 - TOLERANCE) * best
@@ -148,30 +164,38 @@ def refined(given: Problem, first: Float[Tensor, "own rank"], outputs: int) -> t
     return first, core, last
 
 
-def _loss(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> float:
-    change = given.root @ (given.weight - torch.einsum("oa,abs,gb->ogs", last, core, first)).flatten(1)
-    return float(((change @ given.inputs.flatten(2).flatten(0, 1)) * change).sum()) / 2
-
-
 def _first_for(given: Problem, first: Tensor, core: Tensor, last: Tensor) -> Tensor:
-    """Conjugate gradients, from ``first``, for the V of least loss with these later stages."""
+    """Conjugate gradients, from ``first``, for the V of least loss with these later stages.
+
+    Preconditioned as if what V is shared along were unrelated and all alike: that is a Kronecker product, quick to invert.
+    """
     behind = torch.einsum("po,oa,abs->pbs", given.root, last, core)
     # For each shared s, what turns A (V ⊗ I) into the gradient of V.
-    turned = torch.einsum("pbu,pcs->subc", behind, behind).flatten(1, 2)
+    turned = torch.einsum("pbu,pcs->subc", behind, behind)
+    alike = torch.linalg.cholesky(damped(torch.einsum("ssbc->bc", turned), DEPENDENT))
+    turned = turned.flatten(1, 2)
 
     def applied(v: Tensor) -> Tensor:
         return torch.bmm((given.by_shared @ v).flatten(2), turned).sum(0)
 
+    def preconditioned(v: Tensor) -> Tensor:
+        return torch.cholesky_solve(torch.cholesky_solve(v, given.mean_root).T, alike).T
+
     residual = torch.einsum("pgs,pbs->gb", given.moved, behind) - applied(first)
-    direction, size = residual, float(residual.square().sum())
-    for _ in range(STEPS):
-        if size == 0:
+    direction = towards = preconditioned(residual)
+    size = float((residual * towards).sum())
+    for step_number in range(STEPS):
+        if size <= 0:
             break
         image = applied(direction)
         step = size / float((direction * image).sum())
-        first, residual = first + step * direction, residual - step * image
-        before, size = size, float(residual.square().sum())
-        direction = residual + size / before * direction
+        first = first + step * direction
+        if step_number == STEPS - 1:
+            break
+        residual = residual - step * image
+        towards = preconditioned(residual)
+        before, size = size, float((residual * towards).sum())
+        direction = towards + size / before * direction
     return first
 
 
@@ -187,7 +211,8 @@ def by_channel(given: Problem, channels: int) -> Problem:
 
 def losses_by_channels(given: Problem, order: Sequence[int]) -> Float[Tensor, " own"]:
     """The loss of reading only the first 1, 2, … channels of this order, the weights having made up for the others."""
-    return losses_by_rank(given, torch.eye(len(order), dtype=given.weight.dtype)[:, list(order)])
+    order = list(order)
+    return _losses(given, _explained(given.inputs[order][:, :, order], given.moved[:, order])[0])
 
 
 def order_of_channels(given: Problem) -> list[int]:
@@ -196,27 +221,31 @@ def order_of_channels(given: Problem) -> list[int]:
     OBS on the input side: the loss of channel c is ½ tr(S W_c [(A⁻¹)_cc]⁻¹ W_cᵀ), and what stays is updated.
     """
     own, shared = given.weight.shape[1:]
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(given.inputs.reshape(own * shared, -1))).view(
-        own, shared, own, shared
-    )
-    weight = torch.einsum("po,ogs->gps", given.root, given.weight)
-    alive, gone = torch.arange(own), []
+    precision = inverse(given.inputs.reshape(own * shared, -1))
+    weight = torch.einsum("po,ogs->gsp", given.root, given.weight).flatten(0, 1)
+    names, alive, gone = torch.arange(own), torch.arange(own), []
     while len(alive) > 1:
-        blocks = torch.linalg.inv(torch.diagonal(precision, dim1=0, dim2=2).permute(2, 0, 1))
-        scores = torch.einsum("gps,gsu,gpu->g", weight, blocks, weight)
-        count = max(1, int(SHARE_AT_ONCE * len(alive)))
+        blocks = torch.diagonal(precision.view(len(names), shared, len(names), shared), dim1=0, dim2=2).permute(2, 0, 1)[alive]
+        parts = weight.view(len(names), shared, -1)[alive]
+        scores = (torch.linalg.solve(blocks, parts) * parts).sum((1, 2))
         order = scores.argsort(stable=True)
-        out, stay = order[:count], order[count:].sort().values
-        gone += alive[out].tolist()
-        coupled = torch.linalg.solve(
-            precision[out][:, :, out].reshape(count * shared, -1), precision[out][:, :, stay].reshape(count * shared, -1)
-        )
-        removed = weight[out].transpose(1, 2).reshape(count * shared, -1)
-        weight = weight[stay] - (coupled.T @ removed).view(len(stay), shared, -1).transpose(1, 2)
-        pulled = precision[stay][:, :, out].reshape(len(stay) * shared, -1) @ coupled
-        precision = precision[stay][:, :, stay] - pulled.view(len(stay), shared, len(stay), shared)
-        alive = alive[stay]
-    return [*alive.tolist(), *reversed(gone)]
+        count = max(1, int(SHARE_AT_ONCE * len(alive)))
+        out, alive = alive[order[:count]], alive[order[count:].sort().values]
+        gone += names[out].tolist()
+        rows = _rows(out, shared)
+        across = precision[rows]
+        coupled = torch.linalg.solve(across[:, rows], across)
+        weight = weight.addmm_(coupled.T, weight[rows], alpha=-1)
+        precision = precision.addmm_(across.T, coupled, alpha=-1)
+        if len(alive) <= ALIVE * len(names):  # what has gone is carried along for a while: copying costs more
+            rows = _rows(alive, shared)
+            names, weight, precision = names[alive], weight[rows], precision[rows][:, rows]
+            alive = torch.arange(len(names))
+    return [*names[alive].tolist(), *reversed(gone)]
+
+
+def _rows(channels: Tensor, shared: int) -> Tensor:
+    return (channels[:, None] * shared + torch.arange(shared)).flatten()
 
 
 def with_fewer_inputs(

@@ -11,7 +11,7 @@ from eigendamage.curvature import LayerCurvature
 from eigendamage.layers import LayerShape, weight_of
 from eigendamage.methods.depthwise import depthwise_factors
 from eigendamage.methods.eigendamage import eigenbasis, strongest
-from eigendamage.methods.polyadic import factors, loss_of
+from eigendamage.methods.polyadic import factors, losses_of
 from eigendamage.methods.regression import problem
 from eigendamage.structures.base import Grid, Ranks, Stage, Structure, blank, rotated, spread
 from eigendamage.structures.bottleneck import pruned_basis
@@ -68,7 +68,7 @@ def _mobile_grid(weight: Tensor, layer: LayerCurvature) -> Grid:
     most = max(1, min(most, 2 * min(shape.inputs, shape.outputs)))
     nodes = sorted({max(1, round(share * most)) for share in NODES})
     given = problem(weight, layer, _whole_kernel(shape))
-    losses = torch.tensor([loss_of(given, rank) for rank in nodes], dtype=torch.float64).cummin(0).values
+    losses = torch.tensor(losses_of(given, nodes), dtype=torch.float64).cummin(0).values
     ranks = spread(most)
     ranks = ranks[ranks >= nodes[0]]
     return {"rank": ranks}, _between(ranks.double(), torch.tensor(nodes, dtype=torch.float64), losses)
