@@ -163,3 +163,27 @@ def test_the_fisher_is_more_diagonal_in_the_kfe(tmp_path: Path) -> None:
     assert matrix.shape == (36, 36)
     assert torch.equal(matrix, matrix.T)
     assert set(matrix.diagonal().tolist()) <= {0.0, 1.0}
+
+
+def test_statistics_are_of_the_weights_they_were_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own function may return a model that has been trained further since."""
+    (tmp_path / "changing_things.py").write_text(
+        "import torch\n"
+        "from eigendamage.lab.networks import build\n"
+        "SEED = 0\n"
+        "def network():\n"
+        "    torch.manual_seed(SEED)\n"
+        "    return build('resnet20', 10)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import changing_things  # type: ignore[import-not-found]
+
+    place = Site(tmp_path, progress=False)
+    cell = Pruning(Dense("digits", "changing_things:network"), {"macs": 0.6}, replace(TUNING, epochs=0), examples=40, judged=40)
+    first = steps.measured(changing_things.network(), cell, place)
+    assert steps.measured(changing_things.network(), cell, place) is first
+    assert len(list(tmp_path.glob("statistics-*"))) == 1
+    changing_things.SEED = 1
+    second = steps.measured(changing_things.network(), cell, place)
+    layer = "layer2.0.conv1"
+    assert not torch.equal(first[layer].sensitivity, second[layer].sensitivity)
