@@ -175,7 +175,7 @@ def test_statistics_on_disk_are_those_of_the_weights(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)]
         steps._LAST.clear()
-        patches = steps.measured(nn.Sequential(*layers).eval(), cell, site, "the same name")["2"].patches
+        patches = steps.measured(nn.Sequential(*layers).eval(), cell, site)["2"].patches
         assert patches is not None
         return patches
 

@@ -258,6 +258,13 @@ def test_checkpoints_of_another_training_are_refused(tmp_path: Path) -> None:
         ed.finetune(nn.Linear(4, 2), line(), epochs=1, checkpoint=path, progress=False)
 
 
+def test_a_checkpoint_of_a_training_with_a_teacher_needs_one(tmp_path: Path) -> None:
+    path, teacher = tmp_path / "checkpoint", nn.Linear(4, 2)
+    ed.finetune(nn.Linear(4, 2), line(), epochs=1, checkpoint=path, teacher=teacher, progress=False)
+    with pytest.raises(ValueError, match=r"checkpoint: .* with distill=0.5; this one has distill=None"):
+        ed.finetune(nn.Linear(4, 2), line(), epochs=1, checkpoint=path, progress=False)
+
+
 def test_a_checkpoint_needs_its_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"checkpoint: there is no folder .*nowhere"):
         ed.finetune(nn.Linear(4, 2), line(), checkpoint=tmp_path / "nowhere" / "file")

@@ -48,10 +48,11 @@ def resume(
         return []
     tensors, content = files.read(path, KIND)
     before = content["settings"]
-    for name in settings:
-        if before.get(name) != settings[name]:
+    for name in before | settings:  # what only one of them has, such as a teacher's share, differs too
+        if before.get(name) != settings.get(name):
             raise ValueError(
-                f"checkpoint: {path} is of a training with {name}={before.get(name)!r}; this one has {name}={settings[name]!r}"
+                f"checkpoint: {path} is of a training with {name}={before.get(name)!r}; "
+                f"this one has {name}={settings.get(name)!r}"
             )
     states: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
     for key, tensor in tensors.items():

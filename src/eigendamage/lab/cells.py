@@ -109,7 +109,7 @@ def _round(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, folder
     """One round: the fine-tuned model and what there is to say of it. What a folder holds already is not made again."""
     pruned, note = folder / PRUNED, folder / "pruned.json"
     if not note.exists():
-        small, chosen = smaller(model, cell, site, str(folder) if cell.rounds > 1 else name_of(cell.dense))
+        small, chosen = smaller(model, cell, site)
         save(small, pruned)
         write_json(note, described(small, dense, cell, site, chosen))
     small = load(dense, pruned)

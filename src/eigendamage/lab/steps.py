@@ -89,48 +89,51 @@ def with_weights(model: nn.Module, path: Path) -> nn.Module:
     return model
 
 
-def measured(model: nn.Module, cell: Pruning, site: Site, key: str) -> Curvature:
-    """The statistics that the cell's plan needs, shared by cells: the last ones, and on disk those whose trials take long."""
+def measured(model: nn.Module, cell: Pruning, site: Site) -> Curvature:
+    """The statistics that the cell's plan needs, shared by cells: the last ones, and on disk those whose trials take long.
+
+    They are known by the weights themselves. A user's own batches have no name that says what is in them: those are not kept.
+    """
     methods = tuple(statistics_for(cell.planning))
-    full = (key, cell.dense.data, methods, cell.examples, cell.labels, cell.seed, site.device)
+    full = (_digest(model), cell.dense.network, cell.dense.data, methods, cell.examples, cell.labels, cell.seed, site.device)
     if full not in _LAST:
-        # A user's own data may be other data under the same name.
-        path = None if BEST not in methods or is_own(cell.dense.data) else _statistics_file(model, full, site)
-        if path is not None and path.exists():
+        path = site.root / f"statistics-{hashlib.sha256(repr(full).encode()).hexdigest()[:16]}.safetensors"
+        kept = BEST in methods and not is_own(cell.dense.data)
+        if kept and path.exists():
             found = Curvature.load(path)
         else:
             batches = subject_of(cell.dense.data, site).statistics(cell.examples, cell.seed)
             found = measure(model, batches, methods=methods, labels=cell.labels, seed=cell.seed, progress=site.progress)
-            if path is not None:
+            if kept:
                 found.save(path)
         _LAST.clear()
         _LAST[full] = found
     return _LAST[full]
 
 
-def _statistics_file(model: nn.Module, key: tuple[Any, ...], site: Site) -> Path:
-    """Named after what was measured how, and on which weights."""
-    digest = hashlib.sha256(repr(key).encode())
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return site.root / f"statistics-{digest.hexdigest()[:16]}.safetensors"
-
-
 _LAST: dict[tuple[Any, ...], Curvature] = {}
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # --- one network made smaller -----------------------------------------------------------------------------------------------
 
 
-def smaller(model: nn.Module, cell: Pruning, site: Site, key: str) -> tuple[nn.Module, Plan | None]:
+def smaller(model: nn.Module, cell: Pruning, site: Site) -> tuple[nn.Module, Plan | None]:
     """The model after the cell's plan; another program's is made without one."""
     subject = subject_of(cell.dense.data, site)
     if cell.planning.get("method") in RIVALS:
         batches = subject.statistics(cell.examples, cell.seed)
         heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
         return rival(cell.planning["method"], model, batches, cell.planning["macs"], heads, cell.refit), None
-    curvature = measured(model, cell, site, key)
+    curvature = measured(model, cell, site)
     timed: dict[str, Any] = {"example_inputs": subject.inputs()} if "latency" in cell.planning else {}
     chosen = plan(model, curvature, **cell.planning, **timed)
     refit = subject.statistics(cell.examples, cell.seed) if cell.refit else None
