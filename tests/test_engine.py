@@ -42,9 +42,23 @@ def test_dense_networks_are_trained_once_and_first(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failed_cell_leaves_the_others_their_results(tmp_path: Path) -> None:
-    with pytest.raises(CellsFailed, match=r"(?s)1 of 3 cells failed.*ratio1.5.*ratio must|ratio: must") as caught:
+    with pytest.raises(CellsFailed, match=r"(?s)1 of 4 cells failed.*ratio1.5.*ratio must|ratio: must") as caught:
         run_cells([CELLS[0], BAD, CELLS[1]], Site(tmp_path, progress=False))
     assert [result["cell"] for result in caught.value.results] == [as_data(cell) for cell in CELLS]
+
+
+def test_a_dense_network_that_fails_keeps_nothing_else_from_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(DENSE, training=replace(TRAINING, seed=1))
+
+    def run_all_but_one(content: dict[str, Any], site: Site) -> dict[str, Any]:
+        if content == as_data(broken):
+            raise ValueError("it fell over")
+        return run_data(content, site)
+
+    monkeypatch.setattr(engine, "run_data", run_all_but_one)
+    with pytest.raises(CellsFailed, match=r"(?s)1 of 4 cells failed:\ndigits-resnet20-\w+: it fell over$") as caught:
+        run_cells([replace(PRUNING, dense=broken), PRUNING], Site(tmp_path, progress=False))
+    assert [result["cell"] for result in caught.value.results] == [as_data(PRUNING)]
 
 
 def test_processes(tmp_path: Path) -> None:

@@ -54,33 +54,36 @@ def run_cells(cells: Sequence[Cell], site: Site, engine: Engine | None = None) -
     engine = engine or Engine()
     dense = {name_of(cell.dense): cell.dense for cell in cells if isinstance(cell, Pruning) and cell.dense.training}
     rest = [cell for cell in cells if name_of(cell) not in dense]
-    results: dict[str, Content] = {}
-    results |= _run_stage(list(dense.values()), site, engine, "training dense networks")
-    results |= _run_stage(rest, site, engine, "running cells")
+    results, failures = _run_stage(list(dense.values()), site, engine, "training dense networks")
+    missing = dense.keys() - results.keys()
+    able = [cell for cell in rest if not (isinstance(cell, Pruning) and name_of(cell.dense) in missing)]
+    more, others = _run_stage(able, site, engine, "running cells")
+    results, failures = results | more, failures + others
+    if failures:
+        lines = [f"{len(failures)} of {len(dense) + len(rest)} cells failed:", *failures]
+        raise CellsFailed("\n".join(lines), [results[name_of(cell)] for cell in cells if name_of(cell) in results])
     return [results[name_of(cell)] for cell in cells]
 
 
-def _run_stage(cells: Sequence[Cell], site: Site, engine: Engine, title: str) -> dict[str, Content]:
+def _run_stage(cells: Sequence[Cell], site: Site, engine: Engine, title: str) -> tuple[dict[str, Content], list[str]]:
+    """Results by name, and a line for each cell that failed."""
     results = {name_of(cell): found for cell in cells if (found := result_in(site.root / name_of(cell), cell)) is not None}
     left = {name_of(cell): as_data(cell) for cell in cells if name_of(cell) not in results}
+    failures: list[str] = []
     if not left:
-        return results
+        return results, failures
     if engine.name == "ray":
         outcomes = on_ray(run_data, left, site, engine)
     elif engine.jobs > 1:
         outcomes = in_processes(run_data, left, site, engine.jobs)
     else:
         outcomes = one_by_one(run_data, left, site)
-    failures = []
     for name, outcome in track(outcomes, title, site.progress, len(left)):
         if isinstance(outcome, Exception):
             failures.append(f"{name}: {outcome}")
         else:
             results[name] = outcome
-    if failures:
-        lines = [f"{len(failures)} of {len(left)} cells failed:", *failures]
-        raise CellsFailed("\n".join(lines), [results[name_of(cell)] for cell in cells if name_of(cell) in results])
-    return results
+    return results, failures
 
 
 Outcomes = Iterator[tuple[str, "Content | Exception"]]
