@@ -186,3 +186,21 @@ def test_failures_keep_the_results_of_the_others(tmp_path: Path, monkeypatch: py
 def test_changes_that_do_not_fit(scale: str, changes: Changes, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         scaled(scale, changes)
+
+
+@pytest.mark.parametrize("name", ["budgets", "promises", "rates"])
+def test_budgets_run_only_the_networks_asked_for(name: str) -> None:
+    cells = EXPERIMENTS[name].cells(scaled("small", Changes(networks=("resnet32",))))
+    assert {cell.dense.network for cell in cells if isinstance(cell, Pruning)} == {"resnet32"}
+    assert not EXPERIMENTS[name].cells(scaled("small", Changes(networks=("vgg19-thin",))))
+
+
+def test_tables_of_part_of_the_runs_have_gaps() -> None:
+    cells = [cell for cell in EXPERIMENTS["budgets"].cells(scaled("small")) if isinstance(cell, Pruning)]
+    untuned = [result_of(cell) for cell in cells if not cell.finetuning.epochs]
+    tables = [part for section in sections_of("budgets", untuned) for part in section.parts if isinstance(part, TableData)]
+    assert all(row[2:5] == ["–", "–", "–"] for table in tables for row in table.rows)
+    rates = EXPERIMENTS["rates"].cells(scaled("small"))
+    (section,) = sections_of("rates", [result_of(rates[0]), result_of(rates[-1])])  # type: ignore[arg-type]
+    table = section.parts[0]
+    assert isinstance(table, TableData) and [row.count("–") for row in table.rows] == [1, 1]

@@ -138,12 +138,12 @@ RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
 def budgets(scale: Scale) -> list[Cell]:
     """The same budgets and the same short fine-tuning for every method, and what each part of ours is worth."""
     cells: list[Cell] = []
-    for network, macs, seed in itertools.product(BUDGETED, SHARES, range(scale.seeds)):
+    for network, macs, seed in itertools.product(_budgeted(scale), SHARES, range(scale.seeds)):
         short = replace(SHORT, seed=seed)
         for method in RIVALRY:
             cells += _with_and_without_refit(scale, network, _within(macs, method), short)
         cells += [_budget(scale, network, _within(macs), replace(short, distill=share)) for share in TEACHING]
-    for network, macs in itertools.product(BUDGETED, SHARES):
+    for network, macs in itertools.product(_budgeted(scale), SHARES):
         for count in range(1, len(KINDS)):
             kinds = sorted(itertools.chain(*KINDS[:count]))
             cells += _with_and_without_refit(scale, network, {**_within(macs), "structures": kinds}, SHORT)
@@ -153,7 +153,8 @@ def budgets(scale: Scale) -> list[Cell]:
 def rates(scale: Scale) -> list[Cell]:
     """Learning rates of the short fine-tuning, on a part of the training set that is held out."""
     return [
-        _budget(scale, "resnet20", _within(SHARES[0], method), replace(SHORT, learning_rate=rate), held="-split")
+        _budget(scale, network, _within(SHARES[0], method), replace(SHORT, learning_rate=rate), held="-split")
+        for network in _budgeted(scale)[:1]
         for rate, method in itertools.product(RATES, RIVALRY)
     ]
 
@@ -163,8 +164,12 @@ def promises(scale: Scale) -> list[Cell]:
     still = replace(SHORT, epochs=0)
     return [
         replace(_budget(scale, network, {"loss": loss}, still, refit=False), judged=5000)
-        for network, loss in itertools.product(BUDGETED, INCREASES)
+        for network, loss in itertools.product(_budgeted(scale), INCREASES)
     ]
+
+
+def _budgeted(scale: Scale) -> list[str]:
+    return [network for network in BUDGETED if not scale.only or network in scale.only]
 
 
 def _within(macs: float, method: str | None = None) -> dict[str, Any]:

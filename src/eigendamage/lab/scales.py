@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eigendamage.checks import require_choice, require_whole
+from eigendamage.lab.networks import NETWORKS
 from eigendamage.lab.runs import Training
 from eigendamage.lab.settings import Dense, given
 
@@ -138,11 +139,11 @@ def scaled(name: str, changes: Changes | None = None) -> Scale:
             require_whole(key, getattr(changes, key), least)
     scale = SCALES[name]
     for network in changes.networks:
-        require_choice("networks", network, tuple(scale.networks.values()))
+        require_choice("networks", network, tuple(NETWORKS))
     if changes.weights is not None and not changes.weights.exists():
         raise FileNotFoundError(f"weights: there is no {changes.weights}")
     if changes.weights is not None and changes.weights.is_file():
-        stems = [f"{network}_{data}" for network in scale.networks.values() for data in scale.data.values()]
+        stems = [f"{network}_{data}" for network in NETWORKS for data in scale.data.values()]
         require_choice("weights, the name of the file without its ending,", changes.weights.stem, stems)
     training, finetuning = scale.training, scale.finetuning
     if changes.precision is not None:

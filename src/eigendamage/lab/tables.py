@@ -55,7 +55,9 @@ def _measured(rows: Sequence[Row]) -> list[str]:
 
 
 def percent(shares: Sequence[float]) -> str:
-    """Mean and deviation of shares, in percent."""
+    """Mean and deviation of shares, in percent; nothing where some runs are missing."""
+    if not shares:
+        return NOTHING
     mean, deviation = spread([100 * share for share in shares])
     return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
 
@@ -146,8 +148,8 @@ def budget_tables(rows: Iterable[Row]) -> list[TableData]:
             lines.append(
                 [
                     way,
-                    percent([row.end["before"]["accuracy"] for row in plain]) if plain else NOTHING,
-                    percent([row.end["before"]["accuracy"] for row in tuned]) if tuned else NOTHING,
+                    percent([row.end["before"]["accuracy"] for row in plain]),
+                    percent([row.end["before"]["accuracy"] for row in tuned]),
                     *(
                         percent([row.content["rounds"][0]["epochs"][epoch]["test_accuracy"] for row in tuned])
                         for epoch in (0, 1)
