@@ -85,10 +85,16 @@ def _summary(cells: Sequence[Content]) -> str:
     return f"{len(cells)} runs on {', '.join(devices)}."
 
 
+def _shown(path: Path) -> str:
+    """As seen from here, and without where it lies if that is elsewhere: pages are read on other machines."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name if path.is_absolute() else str(path)
+
+
 def write_docs(paths: Sequence[Path], folder: Path) -> Path:
     """``results.md`` with its pictures in ``folder``, from files of results alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"eigendamage reproduce --from-results {' '.join(map(str, paths))} --docs {folder}"
+    command = f"eigendamage reproduce --from-results {' '.join(map(_shown, paths))} --docs {_shown(folder)}"
     lines = ["# Results", "", f"Drawn from files of results alone: `{command}`", ""]
     for path in paths:
         content = read_results(path)
