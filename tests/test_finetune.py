@@ -64,11 +64,27 @@ def test_frozen_weights_stay() -> None:
         ({"temperature": 0.0}, "temperature: must be above 0; got 0.0"),
         ({"autocast": torch.float16}, r"autocast: must be one of None, torch\.bfloat16; got torch\.float16"),
         ({"teacher": nn.Linear(4, 3)}, r"teacher: its outputs are \(16, 3\), those of the model \(16, 2\)"),
+        ({"loss": lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")}, r"loss: must .* got \(16,\)"),
+        ({"loss": lambda outputs, targets: 1.0}, "loss: must return .* got float"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ed.finetune(nn.Linear(4, 2), **{"batches": line(), "progress": False, **arguments})
+
+
+def test_targets_that_are_missing_are_named() -> None:
+    with pytest.raises(TypeError, match="batches: have no targets"):
+        ed.finetune(nn.Linear(4, 2), [(torch.randn(2, 4), None)], progress=False)
+
+
+def test_a_teacher_of_sequences_is_learned_from_by_classes_not_by_places() -> None:
+    """Logits ``[texts, length, classes]``, as `measure` takes them."""
+    x, model, teacher = torch.randn(8, 5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+    again, flat = copy.deepcopy(model), [(x.flatten(0, 1), None)]
+    (epoch,) = ed.finetune(model, [(x, None)], epochs=1, teacher=teacher, distill=1.0, progress=False)
+    (same_epoch,) = ed.finetune(again, flat, epochs=1, teacher=teacher, distill=1.0, progress=False)
+    assert epoch.loss == pytest.approx(same_epoch.loss, rel=1e-5) and torch.allclose(model.weight, again.weight)
 
 
 def test_a_teacher_that_is_the_model_itself_is_refused() -> None:

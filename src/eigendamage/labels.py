@@ -138,7 +138,7 @@ def _rows(outputs: Tensor, targets: object, labels: str) -> tuple[Tensor, Tensor
             f"classification needs logits [examples, classes]; the model's outputs have shape {tuple(outputs.shape)}"
         )
     given = targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
-    axis = _class_axis(outputs, given)
+    axis = class_axis(outputs, given)
     logits = _precise(outputs.movedim(axis, -1).flatten(0, -2))
     if given is not None and given.numel() == len(logits):
         given = _checked(given.flatten(), logits.shape[1])
@@ -154,7 +154,7 @@ def _precise(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _class_axis(outputs: Tensor, given: Tensor | None) -> int:
+def class_axis(outputs: Tensor, given: Tensor | None) -> int:
     """Where the classes are: as the targets show, else last for [N, length, classes] and second for images."""
     if given is not None and given.shape == outputs.shape[:1] + outputs.shape[2:]:
         return 1  # torch's own convention, so it goes first where both would fit

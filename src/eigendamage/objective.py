@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from eigendamage.batches import Forward, examples_in, outputs_of, targets_of
 from eigendamage.checks import require, require_choice, require_function, require_number
+from eigendamage.labels import class_axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +39,10 @@ class Objective:
         for name, value, of in (
             ("penalty", self.penalty, "a model"),
             ("forward", self.forward, "a model and a batch"),
-            ("loss", self.loss, "outputs and targets"),
         ):
             if value is not None:
                 require_function(name, value, of)
+        require_function("loss", self.loss, "outputs and targets")
 
     def __call__(self, batch: Any) -> tuple[Tensor, int]:
         outputs = outputs_of(self.model, batch, self.forward, self.autocast)
@@ -53,18 +54,30 @@ class Objective:
         value = outputs.new_zeros(())
         share = self.distill if self.teacher is not None else 0.0
         if share < 1:
-            given = self.loss(outputs, targets_of(batch))
+            given = self._given(outputs, targets_of(batch))
             value = (1 - share) * given if share else given
         if self.teacher is not None and share:
             with torch.no_grad():
                 taught = outputs_of(self.teacher, batch, self.forward, self.autocast)
-            value = value + share * _divergence(outputs, taught.to(outputs.dtype), self.temperature)
+            value = value + share * _divergence(outputs, taught.to(outputs.dtype), targets_of(batch), self.temperature)
         return value if self.penalty is None else value + self.penalty(self.model), examples
 
+    def _given(self, outputs: Tensor, targets: Any) -> Tensor:
+        if targets is None and self.loss is F.cross_entropy:
+            raise TypeError("batches: have no targets, which the loss needs; give pairs, a loss, or a teacher with distill=1.0")
+        value = self.loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim():
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"loss: must return the mean over the batch as a tensor without dimensions; got {found}")
+        return value
 
-def _divergence(outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
+
+def _divergence(outputs: Tensor, taught: Tensor, targets: Any, temperature: float) -> Tensor:
     """Of the softened predictions, times T² so that its gradients are as large at every temperature."""
     if outputs.shape != taught.shape:
         raise ValueError(f"teacher: its outputs are {tuple(taught.shape)}, those of the model {tuple(outputs.shape)}")
-    ours, theirs = ((logits / temperature).log_softmax(1) for logits in (outputs, taught))
-    return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(1).mean()
+    if outputs.dim() < 2:
+        raise ValueError(f"teacher: is learned from by classes; outputs of shape {tuple(outputs.shape)} have none")
+    axis = class_axis(outputs, targets if isinstance(targets, Tensor) else None)
+    ours, theirs = ((logits / temperature).log_softmax(axis) for logits in (outputs, taught))
+    return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()
