@@ -112,6 +112,8 @@ def test_methods_of_the_paper_have_a_curve_too(case: Case) -> None:
         ({"points": 1}, "points: must be at least 2; got 1"),
         ({"budgets": [0.5, 1.5]}, "macs: must be a fraction of the dense model, above 0 and at most 1; got 1.5"),
         ({"budgets": []}, "budgets: there are none"),
+        ({"macs": 0.5}, "macs: is what the curve is over"),
+        ({"structures": []}, "structures: there are none"),
         ({"measure": 3}, "measure: "),
         ({"ratio": 0.5}, "one of ratio"),
         ({"currency": "latency"}, "latency: needs example_inputs"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from eigendamage.checks import require_choice, require_function, require_whole
 from eigendamage.curvature import Curvature
-from eigendamage.planning import plan
+from eigendamage.planning import check_budgets, plan
 from eigendamage.plans import Plan, loss_text
 from eigendamage.progress import track
 from eigendamage.surgery import apply
@@ -76,7 +76,7 @@ def frontier(
     curvature: Curvature,
     *,
     currency: str = "macs",
-    budgets: Sequence[float] | None = None,
+    budgets: Iterable[float] | None = None,
     points: int = 20,
     measure: Callable[[nn.Module], float] | None = None,
     progress: bool = True,
@@ -88,7 +88,8 @@ def frontier(
         model: the model that ``curvature`` was measured on.
         curvature: one measurement serves all budgets.
         currency: ``"macs"``, ``"params"`` or ``"latency"``.
-        budgets: fractions of the dense model; by default ``points`` of them from the least that can be reached.
+        budgets: fractions of the dense model; by default ``points`` of them from a tenth to all of it, as far as they can be
+            reached.
         points: how many, where ``budgets`` does not say.
         measure: judges each network made so, its accuracy or loss on data of yours; nothing is built without it.
         progress: show a bar on a terminal.
@@ -102,8 +103,16 @@ def frontier(
     require_whole("points", points, least=2)
     if measure is not None:
         require_function("measure", measure, "a model")
-    if budgets is not None and not budgets:
-        raise ValueError("budgets: there are none; give fractions of the dense model")
+    if currency in arguments:
+        raise ValueError(f"{currency}: is what the curve is over; give budgets=[...] of it")
+    if budgets is not None:
+        if not isinstance(budgets, Iterable):
+            raise TypeError(f"budgets: must be fractions of the dense model; got {budgets!r}")
+        budgets = list(budgets)
+        if not budgets:
+            raise ValueError("budgets: there are none; give fractions of the dense model")
+        for budget in budgets:
+            check_budgets({currency: budget}, None)
     building = {key: arguments.pop(key) for key in ("refit", "forward") if key in arguments}
     wanted = _spread(points) if budgets is None else sorted(budgets)
     found = []

@@ -334,10 +334,14 @@ def _within(
 def _kinds(wanted: Iterable[str] | None) -> frozenset[str]:
     if wanted is None:
         return KINDS
-    names = frozenset([wanted] if isinstance(wanted, str) else wanted)
+    if not isinstance(wanted, Iterable):
+        raise TypeError(f"structures: must be names, such as {sorted(KINDS)}; got {wanted!r}")
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
     for name in names:
         require_choice("structures", name, sorted(KINDS))
-    return names
+    if not names:
+        raise ValueError("structures: there are none; leave it out for all of them")
+    return frozenset(names)
 
 
 def check_budgets(budgets: Mapping[str, float], method: str | None) -> None:
