@@ -58,6 +58,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     (work / "own_things.py").write_text(OWN)
+    for name, content in (("damaged", "{"), ("foreign", "[]")):
+        (work / name).mkdir(exist_ok=True)
+        (work / name / "run.json").write_text(content)
     monkeypatch.syspath_prepend(work)
 
 
@@ -120,11 +123,16 @@ def test_reproduce_and_draw_again(work: Path) -> None:
         ("prune --bogus", 2, "--bogus"),
         ("prune", 2, "how small?"),
         ("prune --macs lots", 2, "lots"),
+        ("prune --ratio 0.5", 2, "need a --method"),
+        ("prune --macs 0.5 --ratio 0.5 --method eigendamage", 2, "and not several"),
+        ("prune --method eigendamage --ranks 0.5", 2, "are for cp"),
         ("prune --macs 0.5 --data digits", 2, "go with --model"),
         ("prune --macs 0.5 --model own_things:network", 2, "--model needs --data"),
         ("prune --macs 0.5 --model resnet20 --data digits", 2, "needs --weights"),
         ("reproduce", 2, "give the name of an experiment"),
         ("prune --macs 0.5 --run nowhere", 1, "nowhere holds no run"),
+        ("prune --macs 0.5 --run damaged", 1, "run.json is not JSON"),
+        ("prune --macs 0.5 --run foreign", 1, "run.json is not the record of a run"),
         ("prune --macs 1.5 --out wrong", 1, "macs: must be"),
         ("prune --method magic --ratio 0.5 --out wrong2", 1, "method 'magic' is unknown"),
         ("prune --macs 0.5 --model absent:network --data digits --out w3", 1, "model: 'absent:network' cannot be imported"),
@@ -146,6 +154,21 @@ def test_wrong_usage_and_failures_take_a_line(line: str, code: int, message: str
     assert message in shown and "Traceback" not in shown
     if code == 1:
         assert shown.startswith("eigendamage: ") and shown.count("\n") == 1
+
+
+def test_a_command_that_came_to_nothing_does_not_hold_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "own_things:network", "--quiet", "--out", "second-try", "--epochs", "1"]
+    assert main(["prune", "--macs", "0.6", "--data", "own_things:nothing", *own]) == 1
+    assert "must return two loaders" in capsys.readouterr().err
+    assert main(["prune", "--macs", "0.6", "--data", "own_things:loaders", *own]) == 0
+    assert main(["prune", "--macs", "0.7", "--data", "own_things:loaders", *own]) == 1
+    assert "holds another run" in capsys.readouterr().err
+
+
+def test_l1_is_on_a_user_s_own_training_too(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "own_things:network", "--data", "own_things:loaders", "--quiet", "--epochs", "1", "--out", "own-l1"]
+    assert main(["train", "--l1", "0.1", *own]) == 1
+    assert "l1: is on the scales of batch norm" in capsys.readouterr().err
 
 
 def test_interrupted_by_ctrl_c_and_gone_on_with(tmp_path: Path) -> None:

@@ -138,14 +138,19 @@ class Goal:
 
 def check(planning: dict[str, Any]) -> None:
     """Before minutes are spent on measuring."""
+    budgets = [key for key in ("macs", "params", "latency", "loss") if key in planning]
+    if sum((bool(budgets), "ratio" in planning, "ranks" in planning)) > 1:
+        raise WrongUsage("how small? Give one of --ratio, --ranks or --rank, or budgets, and not several of these")
     if "method" in planning:
-        method_named(planning["method"])
+        removes = method_named(planning["method"]).removes
+        if "ranks" in planning and removes != "rank":
+            raise WrongUsage(f"ranks, rank: are for cp; {planning['method']} finds its own ranks from --ratio")
+    elif not budgets:
+        raise WrongUsage("method: --ratio, --ranks and --rank need a --method; see `eigendamage list`")
     if "ratio" in planning:
         check_ratio(planning["ratio"])
     check_cap(planning.get("cap", 0.95))
-    check_budgets(
-        {key: planning[key] for key in ("macs", "params", "latency", "loss") if key in planning}, planning.get("method")
-    )
+    check_budgets({key: planning[key] for key in budgets}, planning.get("method"))
 
 
 @dataclass(frozen=True)

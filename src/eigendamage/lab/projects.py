@@ -42,7 +42,7 @@ class Source:
         record = folder / RUN
         if not record.is_file():
             raise FileNotFoundError(f"run: {folder} holds no run; `eigendamage train` makes one")
-        content = json.loads(record.read_text())
+        content = _record(record)
         if not (folder / MODEL).is_file():
             raise FileNotFoundError(f"run: {folder} has not come to its end; the command that began it goes on with it")
         return cls(content["model"], content["data"], folder / MODEL)
@@ -63,16 +63,28 @@ class Source:
         return Site(site.root, site.data, self.weights.parent if self.weights else Path(), site.device, site.progress)
 
 
+def _record(path: Path) -> Content:
+    """What a run was begun with. Raises ValueError for a file of something else."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    if not isinstance(content, dict) or not {"kind", "model", "data", "settings"} <= content.keys():
+        raise ValueError(f"{path} is not the record of a run")
+    return content
+
+
 def claim(folder: Path, kind: str, source: Source, settings: Mapping[str, Any], commands: Sequence[str]) -> None:
-    """Make the folder that of this run. Raises ValueError where another one is in it."""
+    """Make the folder that of this run. Raises ValueError where another one is in it that has come to something."""
     asked = json.loads(json.dumps({"kind": kind, "model": source.model, "data": source.data, "settings": settings}))
     path = folder / RUN
     if path.is_file():
-        held = json.loads(path.read_text())
+        held = _record(path)
         differing = [key for key in asked if held.get(key) != asked[key]]
-        if differing:
+        if differing and [file for file in folder.iterdir() if file != path]:
             raise ValueError(f"out: {folder} holds another run (its {' and '.join(differing)} differ); give another --out")
-        return
+        if not differing:
+            return
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, {**asked, "versions": versions(), "commands": list(commands)})
 

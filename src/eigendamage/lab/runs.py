@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch.nn import functional as F
 
 from eigendamage.batches import outputs_of
 from eigendamage.checks import require, require_choice, require_number, require_whole
+from eigendamage.files import write_text
 from eigendamage.finetune import Epoch, finetune
 from eigendamage.lab.data import Data, Images
-from eigendamage.lab.folders import CHECKPOINT, METRICS, MODEL, configuration_of, prepare, write_text
+from eigendamage.lab.folders import CHECKPOINT, METRICS, MODEL, configuration_of, prepare
 from eigendamage.lab.folders import metrics_in as metrics_in
 from eigendamage.processes import place, sum_over_processes
 from eigendamage.storage import load, save
@@ -157,7 +159,7 @@ def train(
         seed=training.seed,
         channels_last=training.channels_last,
     )
-    cuda = [device.index or 0] if device.type == "cuda" else []
+    cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.backends.cudnn.flags(enabled=True, benchmark=True):
         torch.manual_seed(training.seed)
         finetune(
@@ -173,7 +175,7 @@ def train(
             teacher=teacher,
             distill=training.distill,
             autocast=PRECISIONS[training.precision],
-            penalty=_L1(model, training.l1) if training.l1 else None,
+            penalty=penalty_of(model, training),
             checkpoint=folder / CHECKPOINT,
             each_epoch=journal,
             progress=progress,
@@ -183,6 +185,11 @@ def train(
         (folder / CHECKPOINT).unlink(missing_ok=True)
     _wait()
     return metrics_in(folder)
+
+
+def penalty_of(model: nn.Module, training: Training) -> Callable[[nn.Module], Tensor] | None:
+    """What the training adds to the loss; None where that is nothing."""
+    return _L1(model, training.l1) if training.l1 else None
 
 
 class _L1:

@@ -23,7 +23,7 @@ from eigendamage.finetune import Epoch, finetune
 from eigendamage.lab.data import Data, Images, load_data
 from eigendamage.lab.folders import CHECKPOINT, METRICS, MODEL, metrics_in
 from eigendamage.lab.networks import build
-from eigendamage.lab.runs import PRECISIONS, Score, Training, evaluate, train
+from eigendamage.lab.runs import PRECISIONS, Score, Training, evaluate, penalty_of, train
 from eigendamage.passes import evaluating
 from eigendamage.storage import load, save
 
@@ -46,7 +46,7 @@ class Subject(ABC):
 
     @abstractmethod
     def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
-        """On so many training examples as they are; if there are enough, on none of those that `statistics` draws."""
+        """On so many training examples as they are; of a data set that has enough, on none that `statistics` draws."""
 
     @abstractmethod
     def inputs(self) -> Tensor:
@@ -146,6 +146,7 @@ class Loaders(Subject):
                 teacher=teacher,
                 distill=training.distill,
                 autocast=PRECISIONS[training.precision],
+                penalty=penalty_of(model, training),
                 checkpoint=folder / CHECKPOINT,
                 each_epoch=note,
                 progress=progress,
@@ -230,11 +231,12 @@ def function_named(argument: str, path: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
+        holder = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
         raise ValueError(f"{argument}: {path!r} cannot be imported ({error}); it must be {FUNCTION}") from None
-    except (AttributeError, ValueError):
-        raise ValueError(f"{argument}: {module} has no {name!r}; it must be {FUNCTION}") from None
+    found = getattr(holder, name, None)
+    if found is None:
+        raise ValueError(f"{argument}: {module} has no {name!r}; it must be {FUNCTION}")
     if not callable(found):
         raise TypeError(f"{argument}: {path} must be a function; got {type(found).__name__}")
     return found
