@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import secrets
 import shlex
 import sys
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eigendamage.files import write_text
 from eigendamage.lab.data import Data
 from eigendamage.processes import place
 
@@ -81,16 +81,6 @@ def _differences(before: Any, now: dict[str, Any], within: str = "") -> list[str
         elif held != value and key != "made with":
             found.append(f"{within}{key} is {held!r} there and {value!r} here")
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """The whole text, or what was there before."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def metrics_in(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
