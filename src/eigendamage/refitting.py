@@ -199,7 +199,7 @@ def _refit_norms(dense: nn.Module, small: nn.Module, plan: Plan, data: list[Any]
     The trained statistics come from many more, augmented examples: taking those of ``data`` in their place would hurt a network
     that is hardly compressed.
     """
-    after, before = _norm_statistics(small, data, forward), _norm_statistics(dense, data, forward)
+    after, before = norm_statistics(small, data, forward), norm_statistics(dense, data, forward)
     norms = dict(small.named_modules())
     for name, (mean, variance) in after.items():
         norm = norms[name]
@@ -212,7 +212,7 @@ def _refit_norms(dense: nn.Module, small: nn.Module, plan: Plan, data: list[Any]
         norm.running_var *= (variance + norm.eps) / (old_variance + norm.eps)
 
 
-def _norm_statistics(model: nn.Module, data: list[Any], forward: Forward | None) -> dict[str, tuple[Tensor, Tensor]]:
+def norm_statistics(model: nn.Module, data: list[Any], forward: Forward | None = None) -> dict[str, tuple[Tensor, Tensor]]:
     """Mean and variance of what every batch norm sees, averaged over batches; each normalises by its batch meanwhile."""
     norms = {name: m for name, m in model.named_modules() if isinstance(m, Norm) and m.track_running_stats}
     if not norms:

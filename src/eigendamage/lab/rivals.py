@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from eigendamage.batches import outputs_of, pair
 from eigendamage.cost import count
-from eigendamage.passes import evaluating
+from eigendamage.refitting import norm_statistics
 
 # Channels go a little at a time, as in Torch-Pruning's own benchmarks.
 STEPS = 200
@@ -88,17 +88,8 @@ def _take_gradients(model: nn.Module, batches: Iterable[Any]) -> None:
 
 def renew_norms(model: nn.Module, batches: Iterable[Any]) -> None:
     """Batch norm's running statistics, anew from these batches."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    statistics: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad(), evaluating(model):  # which puts buffers back
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum, norm.training = None, True  # torch's own spelling of a cumulative average
-        for batch in batches:
-            outputs_of(model, batch)
-        statistics += [(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]  # type: ignore[union-attr]
-    for norm, (mean, variance) in zip(norms, statistics, strict=True):
-        norm.momentum = 0.1
-        assert norm.running_mean is not None and norm.running_var is not None
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(variance)
+    with torch.no_grad():
+        for name, (mean, variance) in norm_statistics(model, list(batches)).items():
+            norm: Any = model.get_submodule(name)
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(variance)
