@@ -24,7 +24,19 @@ from eigendamage.cost import Cost
 from eigendamage.layers import LayerShape
 from eigendamage.plan_report import plan_section
 from eigendamage.plans import Choice
-from eigendamage.report import Code, Figure, Matrix, Section, Series, TableData, markdown, page, svg, write_page
+from eigendamage.report import (
+    Code,
+    Figure,
+    Matrix,
+    Section,
+    Series,
+    TableData,
+    _numeric_columns,
+    markdown,
+    page,
+    svg,
+    write_page,
+)
 
 # To check an annotation, beartype looks at a random item of a container.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
@@ -417,3 +429,9 @@ def test_letters_do_not_overlap(tab: browsers.Browser, written: Path) -> None:
     for width in (390, 1280):
         tab.show(written, width, phone=width < 600)
         assert tab.script(overlaps) == []
+
+
+def test_columns_are_told_apart_in_no_time_however_long_a_cell_is() -> None:
+    table = TableData("", ["name", "numbers"], [["a", "1 " * 200 + "q"], ["b", "12k, 3.5M, 4 ms, 7B, 1e-3, 1.5×"]])
+    assert _numeric_columns(table) == [False, False]
+    assert _numeric_columns(TableData("", ["name", "numbers"], table.rows[1:])) == [False, True]

@@ -17,7 +17,7 @@ DASH = "–"
 # The browser itself holds the page to it: nothing from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # Numbers with their signs, units and what else stands around them: such columns are aligned to the right.
-NUMERIC = re.compile(r"([-−+±~≤≥<>×→\s.,:;%()/–]|\d(e[-+]\d|[kMGT]?B?\b| ?(ms|s|h|x)\b)?)*")
+NUMERIC = re.compile(r"([-−+±~≤≥<>×→\s.,:;%()/–]|\d(e[-+]\d|([kMGT]B?|B)\b| ?(ms|s|h|x)\b)?)*")
 # Texts longer than this, in letters, may take several lines.
 LONG = 24
 

@@ -10,7 +10,7 @@ from eigendamage.charts.drawing import GRID, INK, SOFT, Drawn, Room, element, la
 from eigendamage.charts.scales import Scale, fitting, value_text
 from eigendamage.figures import Figure, Matrix, Real
 
-# Viridis at nine places: even to the eye, and to the colour-blind.
+# Viridis at ten places: even to the eye, and to the colour-blind.
 ANCHORS = ("440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
 LEVELS = 72
 GAP = 28.0
