@@ -60,7 +60,7 @@ def test_cells_are_plain_data(cell: Cell) -> None:
 def test_every_setting_is_in_the_name() -> None:
     others = [replace(PRUNING, seed=1), replace(PRUNING, examples=99), replace(PRUNING, finetuning=TRAINING)]
     assert len({name_of(cell) for cell in (PRUNING, *others)}) == 4
-    assert name_of(PRUNING).startswith("digits-resnet20-eigendamage-ratio0.6-seed0-")
+    assert name_of(PRUNING).startswith("digits-resnet20-eigendamage-ratio0.6-lr0.01-seed0-")
 
 
 @pytest.mark.parametrize("content", [{}, {"kind": "cake"}, {"kind": "fisher", "sugar": 1}])
