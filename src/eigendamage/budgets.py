@@ -110,15 +110,17 @@ def _calibrate(plan: Plan, curvature: Curvature) -> None:
 
 def _unreachable(offered: Offers, budgets: Mapping[str, float]) -> str:
     wanted = ", ".join(f"{key}={value:g}" for key, value in budgets.items())
-    least = {}
-    for key in budgets:
-        if key != "loss":
-            layers = [[_options(offer, [key]) for offer in chain] for chain in offered.chains]
-            reached = float(cheapest(layers)[0]) if layers else 0.0
-            least[key] = (reached + offered.beside(key)) / max(offered.whole[key], 1e-30)
+    least = {key: _least(offered, key) for key in budgets if key != "loss"}
     reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
     together = " together" if len(budgets) > 1 else ""
     return f"the budget {wanted} cannot be reached{together}: the least that this model's layers can become is {reach}"
+
+
+def _least(offered: Offers, currency: str) -> float:
+    """The least fraction that can be reached of one currency by itself."""
+    layers = [[_options(offer, [currency]) for offer in chain] for chain in offered.chains]
+    reached = float(cheapest(layers)[0]) if layers else 0.0
+    return (reached + offered.beside(currency)) / max(offered.whole[currency], 1e-30)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------------
@@ -135,17 +137,20 @@ def timed_plan(
     """A plan that also holds a budget of measured time.
 
     Times of layers are not all of it: what a plan promises is measured, and the budget that it is made for is moved until what
-    is measured comes near the one wanted, from below.
+    is measured comes near the one wanted, from below. Where the layers' times leave no hope, the quickest plan has its chance:
+    a busy machine adds more to a whole pass than to a short one of a single layer.
     """
-    wanted = aim = budgets["latency"]
+    wanted = budgets["latency"]
+    floor = _least(offered, "latency") * (1 + 1e-9)
+    aim = max(wanted, floor)
     best: Plan | None = None
     least = float("inf")
     for _ in range(TIMINGS):
         try:
             plan = best_plan(curvature, offered, layers, {**budgets, "latency": aim})
-        except ValueError:
+        except ValueError as error:
             if best is None and aim >= wanted:
-                raise
+                raise ValueError(_unreachable(offered, budgets)) from error
             break
         reached = stopwatch.compare(sketched(model, plan))
         predicted = sum(choice.seconds or 0.0 for choice in plan.layers.values()) + offered.beside("latency")
@@ -155,8 +160,12 @@ def timed_plan(
             best = plan
         if NEAR * wanted <= reached <= wanted:
             break
-        aim = min(aim * (NEAR + 1) / 2 * wanted / reached, 1.0)
+        before, aim = aim, max(min(aim * (NEAR + 1) / 2 * wanted / reached, 1.0), floor)
+        if aim == before:
+            break
     if best is None:
+        if floor > wanted:
+            raise ValueError(_unreachable(offered, budgets))
         raise ValueError(f"the budget latency={wanted:g} cannot be reached: the least that was measured is latency={least:.3g}")
     return best
 
