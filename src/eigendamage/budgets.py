@@ -71,11 +71,11 @@ def plan_of(curvature: Curvature, offered: Offers, layers: Mapping[str, Choice],
 
 
 def _solved(curvature: Curvature, offered: Offers, budgets: Mapping[str, float]) -> list[int] | None:
-    if not offered.chains:
-        return None
     limits = {key: value * offered.whole[key] - offered.beside(key) for key, value in budgets.items() if key != "loss"}
     if "loss" in budgets:
         limits["loss"] = curvature.calibration.quadratic(budgets["loss"])
+    if not offered.chains:
+        return [] if min(limits.values()) >= 0 else None
     chains = [[_options(offer, list(limits)) for offer in chain] for chain in offered.chains]
     return solve(chains, torch.tensor(list(limits.values()), dtype=torch.float64))
 

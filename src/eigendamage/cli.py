@@ -30,6 +30,7 @@ from eigendamage.lab.scales import SCALES, Changes
 from eigendamage.lab.settings import Pruning
 from eigendamage.methods import METHODS, method_named
 from eigendamage.options import RUNS, Goal, Place, Start, Statistics, Tuning, WrongUsage, check
+from eigendamage.processes import joined
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
@@ -334,9 +335,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _GIVEN[:] = given
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="eigendamage", description=__doc__, args=given, config=(OmitArgPrefixes,), sort_subcommands=False
-        )
+        with joined():
+            tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="eigendamage", description=__doc__, args=given, config=(OmitArgPrefixes,), sort_subcommands=False
+            )
     except SystemExit as stop:  # tyro's, for --help and wrong usage; the demo's, for what is not installed
         if isinstance(stop.code, str):
             return _complain(stop.code)

@@ -51,7 +51,13 @@ def count(model: nn.Module, example_inputs: Any) -> Cost:
 
 
 def called(model: nn.Module, example_inputs: Any) -> object:
-    """What the model makes of example inputs: a tuple is passed as arguments, a mapping as keywords."""
-    if isinstance(example_inputs, Mapping):
-        return model(**example_inputs)
-    return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+    """What the model makes of example inputs: a tuple is passed as arguments, a mapping as keywords.
+
+    Raises ValueError for inputs that the model does not take.
+    """
+    try:
+        if isinstance(example_inputs, Mapping):
+            return model(**example_inputs)
+        return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"example_inputs: the model cannot be called with them ({error})") from error

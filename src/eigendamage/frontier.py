@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from eigendamage.checks import require_choice, require_function, require_whole
+from eigendamage.checks import require_batches, require_choice, require_function, require_whole
 from eigendamage.curvature import Curvature
 from eigendamage.planning import check_budgets, plan
 from eigendamage.plans import Plan, loss_text
@@ -114,6 +114,9 @@ def frontier(
         for budget in budgets:
             check_budgets({currency: budget}, None)
     building = {key: arguments.pop(key) for key in ("refit", "forward") if key in arguments}
+    if building.get("refit") is not None:
+        require_batches("refit", building["refit"])
+        building["refit"] = list(building["refit"])  # gone through once for every network
     wanted = _spread(points) if budgets is None else sorted(budgets)
     found = []
     for budget in track(wanted, "planning", progress):

@@ -113,13 +113,12 @@ T = TypeVar("T")
 
 def _remembered(curvature: Curvature, name: str, what: str, module: nn.Module, find: Callable[[], T]) -> T:
     """What was found for this layer, as long as its weight and its statistics are those of then."""
-    weight, layer = module.weight, curvature[name]
+    weight, layer, key = module.weight, curvature[name], ("offers", name, what)
     assert isinstance(weight, Tensor)
-    key, of = ("offers", name, what), (weight.data_ptr(), weight._version, layer)
-    if key not in curvature.remembered or curvature.remembered[key][0] != of:
-        # The weight is held so that no other can come to lie where it was.
-        curvature.remembered[key] = of, weight.detach(), find()
-    found: T = curvature.remembered[key][-1]
+    held = curvature.remembered.get(key)
+    if held is None or held[0] is not layer or held[1].device != weight.device or not torch.equal(held[1], weight):
+        held = curvature.remembered[key] = layer, weight.detach().clone(), find()
+    found: T = held[2]
     return found
 
 

@@ -280,6 +280,9 @@ def plan(
         raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=, params=, latency=, loss=)")
     if example_inputs is not None and latency is None:
         raise ValueError("example_inputs: are for latency=..., which is not given")
+    if (multiple != 1 or structures is not None) and (method is not None or not budgets):
+        name = "multiple" if multiple != 1 else "structures"
+        raise ValueError(f"{name}: is for budgets without a method; method={method!r} has structures of its own")
     if budgets:
         return _labelled(_within(model, curvature, method, budgets, multiple, structures, example_inputs, rules))
     if row is None or method is None:

@@ -89,7 +89,7 @@ class Stopwatch:
         """Seconds of all calls of a module that keeps its channels apart, if it had so many."""
         module = self.modules[name]
         if kind_of(module) is None:
-            module = deep_copy(module)
+            module = deep_copy(module).eval()
             slice_per_channel(module, torch.arange(channels))
             with self._quietly():
                 return self._passes(name, module, channels)
@@ -103,7 +103,9 @@ class Stopwatch:
     def _stages(self, stages: Sequence[nn.Module], inputs: Tensor) -> float:
         total = 0.0
         for stage in stages:
-            state = torch.get_num_threads(), torch.is_autocast_enabled(inputs.device.type)
+            device = inputs.device.type
+            mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            state = torch.get_num_threads(), mixed, stage.training, *(weight.stride() for weight in stage.parameters())
             key = (repr(stage), inputs.shape, inputs.stride(), inputs.dtype, str(inputs.device), *state)
             if key not in _REMEMBERED:
                 output = stage(inputs)
