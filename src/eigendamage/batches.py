@@ -64,7 +64,10 @@ def _called(model: nn.Module, inputs: Any) -> Any:
         expected = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         if isinstance(inputs, Tensor) and inputs.dtype != expected:
             raise ValueError(f"batches: the inputs are {inputs.dtype}, the model is {expected} ({error})") from error
-        raise
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        shape = f" of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else ""
+        raise ValueError(f"batches: the model cannot be called with inputs{shape} ({error})") from error
 
 
 class Sample:

@@ -348,7 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, CellsFailed) as error:
         return _complain(str(error))
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on from where it stopped.", file=sys.stderr)
+        goes_on = given[:1] not in (["bench"], ["evaluate"], ["demo"], ["list"])
+        print(f"\nInterrupted.{' The same command goes on from where it stopped.' if goes_on else ''}", file=sys.stderr)
         return INTERRUPTED
     return DONE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import secrets
 import shutil
@@ -76,7 +77,7 @@ def _fetch(archive: Archive, root: Path, progress: bool) -> None:
                 for chunk in track(_chunks(answer), f"{archive.file} (MiB)", progress, total):
                     file.write(chunk)
                     digest.update(chunk)
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:  # urllib has errors of both kinds
             raise FileNotFoundError(_instructions(archive, root, f"it cannot be downloaded ({error})")) from None
         _require_checksum(archive.url, digest.hexdigest(), archive)
         os.replace(temporary, root / archive.file)
