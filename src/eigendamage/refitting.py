@@ -9,7 +9,7 @@ batch norm follows the compressed network.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from eigendamage import structures
 from eigendamage.batches import Forward, batch_size, detached, outputs_of
-from eigendamage.checks import require_batches
+from eigendamage.checks import require_batches, require_choice
 from eigendamage.covariance import PatchSum, accumulation_dtype
 from eigendamage.curvature import Curvature, LayerCurvature
 from eigendamage.layers import bias_of, channel_dim, outer_products, rows, set_weight, weight_of
@@ -32,6 +32,9 @@ from eigendamage.progress import track
 # Strength of the pull towards the trained weight, relative to the mean square of the inputs.
 RIDGE = 1e-2
 
+# What can be refitted.
+PARTS = ("layers", "norms")
+
 Replace = Callable[[nn.Module, nn.Module, nn.Module], nn.Module]
 
 
@@ -43,20 +46,27 @@ def refit(
     batches: Iterable[Any],
     forward: Forward | None,
     put: Replace,
+    parts: Collection[str] = PARTS,
     progress: bool = True,
 ) -> nn.Module:
-    """``small`` with every compressed layer and batch norm refitted on ``batches``; ``put`` replaces a module."""
+    """``small`` with every compressed layer and batch norm, or one of these `PARTS`, refitted on ``batches``.
+
+    ``put`` replaces a module.
+    """
     require_batches("refit", batches)
+    for part in [parts] if isinstance(parts, str) else parts:
+        require_choice("refitted", part, PARTS)
     data = list(detached(batches, None))
     if not data:
         raise ValueError("refit: the loader is empty")
-    names = [name for name, choice in plan.layers.items() if _can_be_refitted(name, choice, plan)]
+    names = [name for name, choice in plan.layers.items() if "layers" in parts and _can_be_refitted(name, choice, plan)]
     with evaluating(dense), torch.no_grad():
         with _in_eval(small):
             for name in track(names, "refitting", progress):
                 new = _refitted(dense, small, name, plan, curvature[name], data, forward)
                 small = put(small, small.get_submodule(name), new)
-        _refit_norms(dense, small, plan, data, forward)
+        if "norms" in parts:
+            _refit_norms(dense, small, plan, data, forward)
     return small
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from eigendamage.methods import BEST, METHODS
 from eigendamage.methods.obs import compensated
 from eigendamage.methods.regression import with_fewer_inputs
 from eigendamage.plans import Choice, Kept, Plan
-from eigendamage.refitting import refit as refitted
+from eigendamage.refitting import PARTS
+from eigendamage.refitting import refit as fitted_again
 
 
 def apply(
@@ -40,6 +41,7 @@ def apply(
     curvature: Curvature,
     *,
     refit: Iterable[Any] | None = None,
+    refitted: Collection[str] = PARTS,
     forward: Forward | None = None,
 ) -> nn.Module:
     """A smaller copy of ``model``; the model itself stays untouched.
@@ -49,6 +51,7 @@ def apply(
         plan: what its layers become.
         curvature: what was measured.
         refit: batches on which the compressed layers and batch norm are fitted again; labels are not used.
+        refitted: which of them: ``"layers"``, ``"norms"``.
         forward: as in `measure`, for these batches.
 
     Raises:
@@ -74,7 +77,7 @@ def apply(
                 layer, new = bottleneck, structures.merge(bottleneck, new)
             small = _replaced(small, layer, new)
     call_by_stages(small)
-    return small if refit is None else refitted(model, small, plan, curvature, refit, forward, _replaced)
+    return small if refit is None else fitted_again(model, small, plan, curvature, refit, forward, _replaced, refitted)
 
 
 def sketched(model: nn.Module, plan: Plan) -> nn.Module:

@@ -64,6 +64,10 @@ def _budgets(title: str, results: Sequence[Content]) -> list[Section]:
     return [Section(title, tables.budget_tables(rows_of(results)))]
 
 
+def _refits(title: str, results: Sequence[Content]) -> list[Section]:
+    return [Section(title, [tables.refit_table(rows_of(results))])]
+
+
 def _rates(title: str, results: Sequence[Content]) -> list[Section]:
     return [Section(title, [tables.rate_table(rows_of(results))])]
 
@@ -103,6 +107,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "2,000 training images for the statistics, then two epochs with the same learning rates for all. Refitted, on the same "
         "images and without labels, means the layers and batch norm; for Torch-Pruning batch norm.",
     ),
+    "refits": Experiment("What refitting is worth", grids.refits, _refits),
     "rates": Experiment("Learning rates of the short fine-tuning", grids.rates, _rates),
     "promises": Experiment("Budgets of loss", grids.promises, _promises),
     "fisher": Experiment("The Fisher information in two bases (figure 2)", grids.fisher, _fisher),

@@ -11,6 +11,7 @@ from eigendamage.lab.rivals import RIVALS
 from eigendamage.lab.runs import Training
 from eigendamage.lab.scales import PRERESNET, RESNET, VGG, Scale
 from eigendamage.lab.settings import Cell, Dense, Fisher, Pruning
+from eigendamage.refitting import PARTS
 
 SIX = ("slimming", "c-obd", "c-obs", "kron-obd", "kron-obs", "eigendamage")
 HESSIAN = SIX[1:]
@@ -148,6 +149,16 @@ def budgets(scale: Scale) -> list[Cell]:
             kinds = sorted(itertools.chain(*KINDS[:count]))
             cells += _with_and_without_refit(scale, network, {**_within(macs), "structures": kinds}, SHORT)
     return cells
+
+
+def refits(scale: Scale) -> list[Cell]:
+    """What refitting the layers and following with batch norm are worth, without fine-tuning."""
+    still = replace(SHORT, epochs=0)
+    return [
+        replace(_budget(scale, network, _within(macs), still, refit=bool(parts)), refitted=parts or PARTS)
+        for network, macs in itertools.product(BUDGETED, SHARES)
+        for parts in ((), ("layers",), ("norms",), PARTS)
+    ]
 
 
 def rates(scale: Scale) -> list[Cell]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eigendamage.lab.runs import Training
+from eigendamage.refitting import PARTS
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Pruning:
     examples: int | None = 2000  # for the statistics of each round; None: the whole training set
     labels: str = "sampled"
     refit: bool = False
+    refitted: Sequence[str] = PARTS
     rounds: int = 1
     judged: int = 2000  # training images on which the loss is judged before fine-tuning
     seed: int = 0
@@ -66,7 +68,8 @@ class Pruning:
             self.planning.get("method") or "best": True,
             **{f"{key}{_word(value)}": True for key, value in self.planning.items() if key != "method"},
             f"{self.rounds}rounds": self.rounds > 1,
-            "refit": self.refit,
+            "refit": self.refit and set(self.refitted) == set(PARTS),
+            f"refit{_word(self.refitted)}": self.refit and set(self.refitted) != set(PARTS),
             f"lr{tuning.learning_rate:g}" if tuning.epochs else "untuned": True,
             f"distill{tuning.distill:g}": tuning.distill > 0,
             f"seed{self.seed}": True,
@@ -75,7 +78,7 @@ class Pruning:
 
 
 def _word(value: object) -> str:
-    return "+".join(value) if isinstance(value, list) else str(value)
+    return "+".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 @dataclass(frozen=True)

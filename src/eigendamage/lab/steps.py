@@ -137,7 +137,7 @@ def smaller(model: nn.Module, cell: Pruning, site: Site) -> tuple[nn.Module, Pla
     timed: dict[str, Any] = {"example_inputs": subject.inputs()} if "latency" in cell.planning else {}
     chosen = plan(model, curvature, **cell.planning, **timed)
     refit = subject.statistics(cell.examples, cell.seed) if cell.refit else None
-    return apply(model, chosen, curvature, refit=refit), chosen
+    return apply(model, chosen, curvature, refit=refit, refitted=cell.refitted), chosen
 
 
 def described(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, chosen: Plan | None) -> Content:

@@ -200,3 +200,21 @@ def promise_table(rows: Iterable[Row]) -> TableData:
         lines.append([row.title, f"{asked:g}", f"{predicted:.3f}", f"{seen:.3f}", f"{seen / predicted:.2f}", kept])
     header = ["network", "asked", "predicted", "measured", "measured / predicted", "MACs left, %"]
     return TableData("Increase of the loss on training images that were not measured", header, lines)
+
+
+def refit_table(rows: Iterable[Row]) -> TableData:
+    """Networks and budgets against what was refitted."""
+    lines = []
+    for (title, macs), of_group in grouped(rows, lambda row: (row.title, float(row.cell.planning["macs"]))).items():
+        by_parts = {tuple(row.cell.refitted) if row.cell.refit else (): row for row in of_group}
+        seen = (by_parts.get(parts) for parts in REFITTED.values())
+        lines.append([f"{title}, {macs:.0%}", *(percent([row.accuracy]) if row else NOTHING for row in seen)])
+    return TableData("Test accuracy without fine-tuning", ["network, MACs", *REFITTED], lines, "In percent.")
+
+
+REFITTED: dict[str, tuple[str, ...]] = {
+    "just pruned": (),
+    "layers refitted": ("layers",),
+    "batch norm refitted": ("norms",),
+    "both": ("layers", "norms"),
+}
