@@ -167,3 +167,15 @@ def test_compress_does_it_all_and_reports_what_is_counted(model, data, arguments
     assert report.after == ed.count(small, data[0][0][:1]) and report.before == ed.count(model, data[0][0][:1])
     assert report.after.params < report.before.params
     assert "MACs per example" in str(report)
+
+
+def test_layers_and_batch_norm_are_refitted_apart(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+    curvature = ed.measure(model, data, progress=False)
+    plan = ed.plan(model, curvature, macs=0.5)
+    plain = ed.apply(model, plan, curvature).state_dict()
+    for parts in (["layers"], ["norms"]):
+        state = ed.apply(model, plan, curvature, refit=data, refitted=parts).state_dict()
+        moved = {"norms" if "running" in name else "layers" for name in plain if not torch.equal(plain[name], state[name])}
+        assert moved == set(parts)
+    with pytest.raises(ValueError, match="refitted: must be one of 'layers', 'norms'; got 'weights'"):
+        ed.apply(model, plan, curvature, refit=data, refitted=["weights"])
