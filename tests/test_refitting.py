@@ -169,9 +169,11 @@ def test_compress_does_it_all_and_reports_what_is_counted(model, data, arguments
     assert "MACs per example" in str(report)
 
 
-def test_layers_and_batch_norm_are_refitted_apart(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+def test_layers_and_batch_norm_are_refitted_apart(data: list[tuple[Tensor, Tensor]]) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(8, 5)).eval()
     curvature = ed.measure(model, data, progress=False)
-    plan = ed.plan(model, curvature, macs=0.5)
+    plan = ed.plan(model, curvature, macs=0.5, structures=["svd", "tucker"])
     plain = ed.apply(model, plan, curvature).state_dict()
     for parts in (["layers"], ["norms"]):
         state = ed.apply(model, plan, curvature, refit=data, refitted=parts).state_dict()
