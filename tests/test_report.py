@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -388,15 +389,33 @@ def test_a_page_in_a_browser(tab: browsers.Browser, written: Path, phone: bool, 
     assert tab.complaints() == []
 
 
+def settle(tab: browsers.Browser) -> None:
+    """What takes the focus is scrolled to, and scrolling hides the tooltip: wait until the page stands still."""
+    before = None
+    while (now := tab.script("return [scrollX, scrollY]")) != before:
+        before = now
+        time.sleep(0.3)
+
+
+def shown(tab: browsers.Browser) -> str:
+    """The tooltip, as soon as a busy machine shows it."""
+    for _ in range(50):
+        if text := tab.script(TIP):
+            return str(text)
+        time.sleep(0.1)
+    return ""
+
+
 @needs_browser
 def test_by_keyboard_and_legend(tab: browsers.Browser, written: Path) -> None:
     tab.show(written, 1280)
     tab.script("document.querySelector('figure .wide').focus()")
+    settle(tab)
     right, down = "\ue014", "\ue015"
     tab.press(right, right)
-    assert tab.script(TIP).startswith("EigenDamage")
+    assert shown(tab).startswith("EigenDamage")
     tab.press(down)
-    assert tab.script(TIP).startswith("Kron-OBD")
+    assert shown(tab).startswith("Kron-OBD")
     tab.press("\ue00c")  # escape
     assert tab.script(TIP) is None
     tab.script("document.querySelector('figure .wide .key[data-series=\"1\"]').focus()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Pruning:
     examples: int | None = 2000  # for the statistics of each round; None: the whole training set
     labels: str = "sampled"
     refit: bool = False
-    refitted: Sequence[str] = PARTS
+    refitted: tuple[str, ...] = PARTS
     rounds: int = 1
     judged: int = 2000  # training images on which the loss is judged before fine-tuning
     seed: int = 0
@@ -117,6 +117,7 @@ def from_data(content: Mapping[str, Any]) -> Cell:
         cls = KINDS[values.pop("kind")]
         if cls is Pruning:
             values |= {"dense": _dense(values["dense"]), "finetuning": Training(**values["finetuning"])}
+            values["refitted"] = tuple(values.get("refitted", PARTS))
         cell: Cell = _dense(values) if cls is Dense else cls(**values)
         return cell
     except (KeyError, TypeError) as error:
