@@ -193,7 +193,7 @@ def test_digits_need_no_files(tmp_path: Path) -> None:
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data: must be one of 'cifar10', 'cifar10-split', .* 'digits'; got 'mnist'"):
+    with pytest.raises(ValueError, match=r"data: must be one of 'cifar10', 'cifar10-split', .* 'digits'; got 'mnist'"):
         load_data("mnist", tmp_path)
 
 
