@@ -20,7 +20,7 @@ from eigendamage.lab.data import DATA, Images, load_data
 from eigendamage.lab.downloads import Archive, unpacked
 from eigendamage.lab.unpickling import unpickle
 
-REAL = Path("/work/scratch/data")
+REAL = Path(__file__).parents[1] / "data"  # where the command line puts data sets
 
 
 def cifar_pixels(count: int, seed: int) -> numpy.ndarray:

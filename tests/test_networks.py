@@ -14,7 +14,7 @@ from eigendamage.lab.networks import NETWORKS, PreResNet, build
 from eigendamage.reading import reading_scores
 from eigendamage.streams import ChannelSelection
 
-WEIGHTS = Path("/work/shared/weights")
+WEIGHTS = Path(__file__).parents[2] / "shared" / "weights"
 
 COUNTS = [  # shared/method.md, section 2
     ("vgg19", 10, 20_035_018),
