@@ -61,6 +61,12 @@ class Training:
         require_whole("seed", self.seed, least=0)
         require_number("distill", self.distill, "between 0 and 1", lambda x: 0 <= x <= 1)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `finetune` is told of it, whatever the data."""
+        named = ("epochs", "learning_rate", "momentum", "weight_decay", "schedule", "optimizer", "warmup", "distill")
+        return {**{name: getattr(self, name) for name in named}, "autocast": PRECISIONS[self.precision]}
+
 
 @dataclass(frozen=True)
 class Score:
@@ -165,16 +171,8 @@ def train(
         finetune(
             model,
             batches,
-            epochs=training.epochs,
-            learning_rate=training.learning_rate,
-            momentum=training.momentum,
-            weight_decay=training.weight_decay,
-            schedule=training.schedule,
-            optimizer=training.optimizer,
-            warmup=training.warmup,
             teacher=teacher,
-            distill=training.distill,
-            autocast=PRECISIONS[training.precision],
+            **training.arguments,
             penalty=penalty_of(model, training),
             checkpoint=folder / CHECKPOINT,
             each_epoch=journal,
