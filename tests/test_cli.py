@@ -173,9 +173,12 @@ def test_l1_is_on_a_user_s_own_training_too(capsys: pytest.CaptureFixture[str]) 
 
 def test_interrupted_by_ctrl_c_and_gone_on_with(tmp_path: Path) -> None:
     """A real process; the model at the end is that of a run that was not interrupted."""
-    arguments = ["train", "--epochs", "3", "--quiet", "--out"]
+    arguments = ["train", "--epochs", "4", "--quiet", "--out"]
     assert main([*arguments, str(tmp_path / "whole")]) == 0
-    command = [sys.executable, "-m", "eigendamage.cli", *arguments, str(tmp_path / "stopped")]
+    # What runs the tests in the background may have Ctrl-C ignored, which processes inherit.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    begin = f"{heeding}; import sys; from eigendamage.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", begin, *arguments, str(tmp_path / "stopped")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "stopped" / "checkpoint.safetensors").exists():
         assert process.poll() is None

@@ -82,3 +82,44 @@ def test_random_state_of_the_device_is_left_alone() -> None:
 def test_batches_elsewhere_are_an_error_that_names_both_devices() -> None:
     with pytest.raises(ValueError, match="the inputs are on cpu, the model is on cuda:0; move one to the other"):
         ed.measure(Small().to(DEVICE), [(torch.randn(2, 3, 8, 8), torch.zeros(2).long())], progress=False)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_training_from_a_recorded_graph_is_the_same(autocast: torch.dtype | None) -> None:
+    """With a last batch that is smaller, a teacher and a penalty."""
+    batches = [(torch.randn(n, 3, 8, 8, device=DEVICE), torch.randint(5, (n,), device=DEVICE)) for n in (16,) * 6 + (7,)]
+    teacher, ends = Small().to(DEVICE), []
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        for cuda_graph in (False, True):
+            torch.manual_seed(0)
+            model = Small().to(DEVICE)
+            first = next(model.parameters())
+            history = ed.finetune(
+                model,
+                batches,
+                epochs=3,
+                learning_rate=0.05,
+                schedule="cosine",
+                teacher=teacher,
+                autocast=autocast,
+                penalty=lambda _, first=first: first.abs().sum() / 1000,  # type: ignore[misc]
+                cuda_graph=cuda_graph,
+                progress=False,
+            )
+            ends.append([torch.tensor([epoch.loss for epoch in history]), *model.state_dict().values()])
+    assert all(torch.equal(plain, replayed) for plain, replayed in zip(*ends, strict=True))
+
+
+def test_a_model_that_cannot_be_recorded_trains_without() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(4, 3), nn.Dropout()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.dropout(self.linear(inputs))
+            return outputs / 2 if outputs.sum() > 100 else outputs
+
+    batches = [(torch.randn(8, 4, device=DEVICE), torch.randint(3, (8,), device=DEVICE)) for _ in range(6)]
+    with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph"):
+        ed.finetune(Asking().to(DEVICE), batches, epochs=2, learning_rate=0.1, cuda_graph=True, progress=False)

@@ -66,6 +66,7 @@ def test_frozen_weights_stay() -> None:
         ({"teacher": nn.Linear(4, 3)}, r"teacher: its outputs are \(16, 3\), those of the model \(16, 2\)"),
         ({"loss": lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")}, r"loss: must .* got \(16,\)"),
         ({"loss": lambda outputs, targets: 1.0}, "loss: must return .* got float"),
+        ({"cuda_graph": True}, "cuda_graph: is for one process with its model on a GPU; the model is on cpu"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:

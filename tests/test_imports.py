@@ -54,6 +54,7 @@ ORDER = [
     "synchronised",
     "checkpoints",
     "objective",
+    "recording",
     "finetune",
     "rounds",
     "figures",

@@ -20,6 +20,7 @@ from eigendamage.checks import require, require_batches, require_choice, require
 from eigendamage.objective import Objective
 from eigendamage.processes import distributed, place, sum_over_processes
 from eigendamage.progress import track
+from eigendamage.recording import Gradients, Recorded, gradients_of
 from eigendamage.synchronised import share_gradients, synchronised
 
 
@@ -52,6 +53,7 @@ def finetune(
     forward: Forward | None = None,
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy,
     each_epoch: Callable[[Epoch, nn.Module], object] | None = None,
+    cuda_graph: bool = False,
     progress: bool = True,
 ) -> list[Epoch]:
     """Train ``model`` in place; the defaults are those of the paper (section 5.2).
@@ -81,6 +83,8 @@ def finetune(
         forward: as in `measure`, for batches that are not pairs.
         loss: of outputs and targets, averaged over the batch.
         each_epoch: called with every epoch and the model, before the checkpoint is written. It may change the model's mode.
+        cuda_graph: record the work of a batch once and replay it, on a GPU that waits for Python more than it works, as with
+            many small layers. The model must do the same for every batch; ``each_epoch`` may change its values in place.
         progress: show a bar on a terminal.
 
     Returns:
@@ -96,10 +100,17 @@ def finetune(
     require_choice("optimizer", optimizer, ("sgd", "adamw"))
     if each_epoch is not None:
         require_function("each_epoch", each_epoch, "an epoch and a model")
+    require("cuda_graph", cuda_graph, bool, "True or False")
     objective = Objective(model, teacher, distill, temperature, autocast, penalty, forward, loss)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model: has no parameter that requires a gradient, so there is nothing to train")
+    gradients = gradients_of(objective, parameters, summed=distributed())
+    if cuda_graph:
+        if parameters[0].device.type != "cuda" or distributed():
+            where = "several processes train it" if distributed() else f"the model is on {parameters[0].device}"
+            raise ValueError(f"cuda_graph: is for one process with its model on a GPU; {where}")
+        gradients = Recorded(gradients, parameters)
     descent: torch.optim.Optimizer = (
         torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
         if optimizer == "sgd"
@@ -121,7 +132,7 @@ def finetune(
             model.train()
             _announce(batches, number)
             rates = _rates(schedule, learning_rate, number, epochs, warmup, batches)
-            history.append(_epoch(number, objective, track(batches, f"epoch {number + 1}", shown), descent, rates))
+            history.append(_epoch(number, gradients, track(batches, f"epoch {number + 1}", shown), descent, rates))
             if each_epoch is not None:
                 each_epoch(history[-1], model)
             if path is not None:
@@ -131,7 +142,7 @@ def finetune(
 
 def _epoch(
     number: int,
-    objective: Objective,
+    gradients: Gradients,
     batches: Iterable[Any],
     optimizer: torch.optim.Optimizer,
     rates: Iterator[float],
@@ -142,15 +153,11 @@ def _epoch(
         first_rate = rate if math.isnan(first_rate) else first_rate
         for group in optimizer.param_groups:
             group["lr"] = rate
-        value, count = objective(batch)
-        optimizer.zero_grad()
+        value, count = gradients(batch)
         if distributed():
-            (value * count).backward()
             share_gradients(parameters, count)
-        else:
-            value.backward()
         optimizer.step()
-        values.append(value.detach())  # to look at it here would make the device wait
+        values.append(value)  # to look at it here would make the device wait
         counts.append(count)
     if not values:
         raise ValueError("batches: the loader is empty")

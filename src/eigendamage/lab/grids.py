@@ -152,21 +152,22 @@ def budgets(scale: Scale) -> list[Cell]:
 
 
 def refits(scale: Scale) -> list[Cell]:
-    """What refitting the layers and following with batch norm are worth, without fine-tuning."""
-    still = replace(SHORT, epochs=0)
+    """What refitting the layers and following with batch norm are worth, before fine-tuning and after."""
     return [
-        replace(_budget(scale, network, _within(macs), still, refit=bool(parts)), refitted=parts or PARTS)
-        for network, macs in itertools.product(BUDGETED, SHARES)
+        replace(_budget(scale, network, _within(macs), tuning, refit=bool(parts)), refitted=parts or PARTS)
+        for network, macs in itertools.product(_budgeted(scale), SHARES)
+        for tuning in (replace(SHORT, epochs=0), SHORT)
         for parts in ((), ("layers",), ("norms",), PARTS)
     ]
 
 
 def rates(scale: Scale) -> list[Cell]:
     """Learning rates of the short fine-tuning, on a part of the training set that is held out."""
+    ways = [*((method, 0.0) for method in RIVALRY), *((None, share) for share in TEACHING)]
     return [
-        _budget(scale, network, _within(SHARES[0], method), replace(SHORT, learning_rate=rate), held="-split")
+        _budget(scale, network, _within(SHARES[0], method), replace(SHORT, learning_rate=rate, distill=share), held="-split")
         for network in _budgeted(scale)[:1]
-        for rate, method in itertools.product(RATES, RIVALRY)
+        for rate, (method, share) in itertools.product(RATES, ways)
     ]
 
 

@@ -176,6 +176,7 @@ def train(
             penalty=penalty_of(model, training),
             checkpoint=folder / CHECKPOINT,
             each_epoch=journal,
+            cuda_graph=device.type == "cuda" and place()[1] == 1,
             progress=progress,
         )
     if first:

@@ -182,13 +182,12 @@ def title_of(method: str) -> str:
 def rate_table(rows: Iterable[Row]) -> TableData:
     """Learning rates against methods."""
     by_rate = grouped(rows, lambda row: row.cell.finetuning.learning_rate)
-    methods = list(dict.fromkeys(row.method for of_rate in by_rate.values() for row in of_rate))
+    ways = list(dict.fromkeys(_way(row) for of_rate in by_rate.values() for row in of_rate))
     lines = [
-        [f"{rate:g}", *(percent([row.accuracy for row in of_rate if row.method == method]) for method in methods)]
+        [f"{rate:g}", *(percent([row.accuracy for row in of_rate if _way(row) == way]) for way in ways)]
         for rate, of_rate in by_rate.items()
     ]
-    header = ["learning rate", *map(title_of, methods)]
-    return TableData("Accuracy on training images held out, after 2 epochs", header, lines, "In percent.")
+    return TableData("Accuracy on training images held out, after 2 epochs", ["learning rate", *ways], lines, "In percent.")
 
 
 def promise_table(rows: Iterable[Row]) -> TableData:
@@ -203,13 +202,14 @@ def promise_table(rows: Iterable[Row]) -> TableData:
 
 
 def refit_table(rows: Iterable[Row]) -> TableData:
-    """Networks and budgets against what was refitted."""
+    """Networks and budgets against what was refitted, before fine-tuning and after."""
     lines = []
     for (title, macs), of_group in grouped(rows, lambda row: (row.title, float(row.cell.planning["macs"]))).items():
-        by_parts = {tuple(row.cell.refitted) if row.cell.refit else (): row for row in of_group}
-        seen = (by_parts.get(parts) for parts in REFITTED.values())
-        lines.append([f"{title}, {macs:.0%}", *(percent([row.accuracy]) if row else NOTHING for row in seen)])
-    return TableData("Test accuracy without fine-tuning", ["network, MACs", *REFITTED], lines, "In percent.")
+        for epochs, of_length in grouped(of_group, lambda row: row.cell.finetuning.epochs).items():
+            by_parts = {tuple(row.cell.refitted) if row.cell.refit else (): row for row in of_length}
+            seen = (by_parts.get(parts) for parts in REFITTED.values())
+            lines.append([f"{title}, {macs:.0%}", str(epochs), *(percent([row.accuracy]) if row else NOTHING for row in seen)])
+    return TableData("What was refitted", ["network, MACs", "epochs", *REFITTED], lines, "Test accuracy in percent.")
 
 
 REFITTED: dict[str, tuple[str, ...]] = {
