@@ -133,14 +133,15 @@ INCREASES = (0.01, 0.03, 0.1, 0.2, 0.3)
 KINDS = (["tucker"], ["svd"], ["rows-columns", "columns-rows"], ["channels"], ["mobile"])
 TEACHING = (0.5, 1.0)  # shares of the dense model's predictions in the loss
 SHORT = Training(epochs=2, learning_rate=0.005, schedule="cosine")
+SHORT_RATES = (0.002, SHORT.learning_rate)  # what suits networks that lost little, and the others
 RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 def budgets(scale: Scale) -> list[Cell]:
     """The same budgets and the same short fine-tuning for every method, and what each part of ours is worth."""
     cells: list[Cell] = []
-    for network, macs, seed in itertools.product(_budgeted(scale), SHARES, range(scale.seeds)):
-        short = replace(SHORT, seed=seed)
+    for network, macs, seed, rate in itertools.product(_budgeted(scale), SHARES, range(scale.seeds), SHORT_RATES):
+        short = replace(SHORT, seed=seed, learning_rate=rate)
         for method in RIVALRY:
             cells += _with_and_without_refit(scale, network, _within(macs, method), short)
         cells += [_budget(scale, network, _within(macs), replace(short, distill=share)) for share in TEACHING]
