@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from truth import channel_form
 from eigendamage import covariance
 from eigendamage.covariance import ChannelSum, PatchSum
 from eigendamage.layers import kind_of, patches, prepare
+from eigendamage.passes import tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -95,3 +98,32 @@ def test_half_precision_is_summed_in_single_precision(dtype: torch.dtype) -> Non
     over_patches.add(inputs)
     assert over_patches.total().dtype == torch.float32
     torch.testing.assert_close(over_patches.total(), gram(module, [inputs.float()]))
+
+
+def held(module: nn.Module, size: tuple[int, int]) -> float:
+    """How many blocks ``[in, in]`` are kept between two batches."""
+    summed = PatchSum(module)
+    summed.add(torch.randn(2, 16, *size))
+    return (sum(tensor.numel() for tensor in tensors_in(summed)) - summed.zero.numel()) / 16**2
+
+
+@pytest.mark.parametrize("size", [(1, 5), (5, 5), (6, 9), (8, 8), (12, 12)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv2d(16, 3, 3, padding=1),
+        nn.Conv2d(16, 3, (1, 3)),
+        nn.Conv2d(16, 3, (1, 5)),
+        nn.Conv2d(16, 3, 3, padding=2, dilation=2),
+    ],
+    ids=str,
+)
+def test_no_more_is_held_than_the_blocks_on_and_above_the_diagonal(module: nn.Conv2d, size: tuple[int, int]) -> None:
+    taps = math.prod(module.kernel_size)
+    assert held(module, size) <= taps * (taps + 1) / 2
+
+
+@pytest.mark.parametrize(("side", "products"), [(1, 1), (2, 10), (4, 29)])
+def test_on_small_maps_less_is_held(side: int, products: int) -> None:
+    """As of four positions there are ten pairs, when the order does not count."""
+    assert held(nn.Conv2d(16, 3, 3, padding=1), (side, side)) == products

@@ -22,6 +22,7 @@ from truth import assert_same, calls, channel_form, fisher_block, kfac, state_of
 import eigendamage as ed
 from eigendamage import METHODS, Curvature, measure, observing
 from eigendamage.curvature import TENSORS
+from eigendamage.observing import _return_freed_memory
 from eigendamage.passes import layer_by_layer
 from eigendamage.standins import ESCAPES
 
@@ -886,6 +887,15 @@ def test_gradients_that_are_not_finite_are_an_error_that_names_the_layer() -> No
     model = nn.Sequential(nn.Linear(3, 8), Root(), nn.Linear(8, 4)).double()
     with pytest.raises(ValueError, match="0: its gradients are not finite; look for NaN or overflow"):
         measure(model, [vectors()])
+
+
+@pytest.mark.parametrize("error", [OSError, TypeError, AttributeError])
+def test_a_c_library_that_gives_nothing_back_is_no_hindrance(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: None) -> None:
+        raise error
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    _return_freed_memory()
 
 
 @pytest.mark.parametrize("labels", ["given", "sampled"])

@@ -101,7 +101,7 @@ class PatchSum:
 
 
 Region = tuple[tuple[int, int], ...]  # from, to along each axis
-Offset = tuple[int, ...]
+Tap = tuple[int, ...]  # a position in the kernel, or the offset of one from another
 
 
 class _Stationary:
@@ -111,28 +111,63 @@ class _Stationary:
     into the same few regions (first rows, middle, last rows; likewise columns), the product is summed once per region, and
     every block adds up the regions in its window. The middle, which lies in every window, takes one convolution for all
     offsets: a 3×3 kernel costs little more than the gradient of a 5×5 one in place of 81 products.
+
+    Where there are fewer regions than distinct blocks, as on small maps, the sums are kept by region and the blocks made of
+    them at the end. Elsewhere each product goes to its blocks at once: about half of the matrix is the most that is held.
     """
 
     def __init__(self, axes: list[Axis], space: tuple[int, ...], channels: int, zero: Tensor) -> None:
-        self.axes, self.space, self.channels, self.zero = axes, space, channels, zero
+        self.axes, self.space, self.channels = axes, space, channels
         own = [_windows(axis, size, 0) for axis, size in zip(axes, space, strict=True)]
         middle = tuple((max(low for low, _ in w.values()), min(high for _, high in w.values())) for w in own)
         inside = math.prod(max(0, high - low) for low, high in middle)
         self.middle = middle if 2 * inside >= math.prod(space) else None  # small maps are all border
-        self.middle_sum: Tensor | None = None
-        self.sums: dict[tuple[Offset, Region], Tensor] = {}
+        self.taps = list(itertools.product(*(range(axis.kernel) for axis in axes)))
+        products = list(self._products())
+        pairs = [pair for pair in itertools.product(self.taps, repeat=2) if pair[0] <= pair[1]]
+        by_region = len(products) < len(pairs)
+        # For every block the sums that it is made of, and for every product the sums that it is added to, by number.
+        self.blocks: dict[tuple[Tap, ...], list[int]] = {pair: [] if by_region else [i] for i, pair in enumerate(pairs)}
+        self.products: list[tuple[Tap, Region, list[int]]] = []
+        for i, (offset, region, taps) in enumerate(products):
+            parts = [self.blocks[tap, _sum(tap, offset)] for tap in taps]
+            if by_region:
+                for part in parts:
+                    part.append(i)
+            self.products.append((offset, region, [i] if by_region else [number for part in parts for number in part]))
+        # One tensor: small ones between a batch's activations would keep freed memory from going back to the system.
+        self.sums = zero.new_zeros(min(len(products), len(pairs)), channels, channels)
+
+    def _products(self) -> Iterator[tuple[Tap, Region, list[Tap]]]:
+        """Each offset between two taps, up to sign, each region of its windows, and the taps whose windows it lies in."""
+        for offset in itertools.product(*(range(1 - axis.kernel, axis.kernel) for axis in self.axes)):
+            if offset < (0,) * len(offset):
+                continue
+            along = [_windows(a, size, o) for a, size, o in zip(self.axes, self.space, offset, strict=True)]
+            windows = {tap: tuple(w[t] for w, t in zip(along, tap, strict=True)) for tap in itertools.product(*along)}
+            if self.middle is not None:
+                yield offset, self.middle, list(windows)
+            cuts = [()] * len(along) if self.middle is None else self.middle
+            for region in itertools.product(*(_segments([*w.values()], also) for w, also in zip(along, cuts, strict=True))):
+                if self.middle is None or not _within(region, self.middle):
+                    yield offset, region, [tap for tap, window in windows.items() if _within(region, window)]
 
     def add(self, x: Tensor) -> None:
         """Add inputs ``[batch, in, *space]``."""
-        if self.middle is not None:
-            products = self._products_in_middle(x, self.middle)
-            self.middle_sum = products if self.middle_sum is None else self.middle_sum.add_(products)
+        in_middle = None if self.middle is None else self._products_in_middle(x, self.middle)
         last = x.movedim(1, -1).contiguous()
-        for key in self._offsets_and_regions():
-            left, right = self._pair(last, *key)
-            if key not in self.sums:
-                self.sums[key] = self.zero.new_zeros(self.channels, self.channels)
-            self.sums[key].addmm_(left.T, right)
+        for offset, region, numbers in self.products:
+            if in_middle is not None and region == self.middle:
+                at: tuple[Any, ...] = tuple(o + a.kernel - 1 for o, a in zip(offset, self.axes, strict=True))
+                product = in_middle[(..., *at)].contiguous()
+            else:
+                left, right = self._pair(last, offset, region)
+                if len(numbers) == 1:
+                    self.sums[numbers[0]].addmm_(left.T, right)
+                    continue
+                product = left.T @ right
+            for number in numbers:
+                self.sums[number] += product
 
     def _products_in_middle(self, x: Tensor, middle: Region) -> Tensor:
         """``[in, in, *offsets]``: for every offset the sum of x[u] x[u + offset]ᵀ, as the gradient of a wider kernel."""
@@ -151,51 +186,30 @@ class _Stationary:
         )
         return gradient
 
-    def _offsets_and_regions(self) -> Iterator[tuple[Offset, Region]]:
-        """Each offset between two taps, up to sign, with the regions outside the middle that its windows are made of."""
-        for offset in self._offsets():
-            segments = []
-            for i, (axis, size) in enumerate(zip(self.axes, self.space, strict=True)):
-                windows = list(_windows(axis, size, offset[i]).values())
-                segments.append(_segments(windows, () if self.middle is None else self.middle[i]))
-            for region in itertools.product(*segments):
-                if self.middle is None or not _within(region, self.middle):
-                    yield offset, region
-
-    def _offsets(self) -> Iterator[Offset]:
-        for offset in itertools.product(*(range(1 - a.kernel, a.kernel) for a in self.axes)):
-            if offset >= (0,) * len(offset):
-                yield offset
-
-    def _pair(self, x: Tensor, offset: Offset, region: Region) -> tuple[Tensor, Tensor]:
+    def _pair(self, x: Tensor, offset: Tap, region: Region) -> tuple[Tensor, Tensor]:
         steps = [o * a.dilation for o, a in zip(offset, self.axes, strict=True)]
         here = (slice(None), *(slice(low, high) for low, high in region))
         there = (slice(None), *(slice(low + s, high + s) for (low, high), s in zip(region, steps, strict=True)))
         return x[here].reshape(-1, self.channels), x[there].reshape(-1, self.channels)
 
     def total(self) -> Tensor:
-        taps = list(itertools.product(*(range(a.kernel) for a in self.axes)))
-        blocks = self.zero.new_zeros(self.channels, len(taps), self.channels, len(taps))
-        for offset, region, value in self._all_sums():
-            windows = [_windows(a, size, o) for a, size, o in zip(self.axes, self.space, offset, strict=True)]
-            for i, tap in enumerate(taps):
-                other = tuple(t + o for t, o in zip(tap, offset, strict=True))
-                if other not in taps:
-                    continue
-                if region == self.middle or _within(region, tuple(w[t] for w, t in zip(windows, tap, strict=True))):
-                    j = taps.index(other)
-                    blocks[:, i, :, j] += value
-                    if i != j:
-                        blocks[:, j, :, i] += value.T
-        return blocks.view(self.channels * len(taps), -1)
+        count = len(self.taps)
+        total = self.sums.new_empty(self.channels, count, self.channels, count)
+        for i, tap in enumerate(self.taps):
+            total[:, i] = torch.stack([self._block(tap, other) for other in self.taps], dim=-1)
+        return total.view(self.channels * count, -1)
 
-    def _all_sums(self) -> Iterator[tuple[Offset, Region, Tensor]]:
-        if self.middle is not None and self.middle_sum is not None:
-            for offset in self._offsets():
-                at: tuple[Any, ...] = tuple(o + a.kernel - 1 for o, a in zip(offset, self.axes, strict=True))
-                yield offset, self.middle, self.middle_sum[(..., *at)]
-        for (offset, region), value in self.sums.items():
-            yield offset, region, value
+    def _block(self, tap: Tap, other: Tap) -> Tensor:
+        if tap > other:
+            return self._block(other, tap).T
+        block = self.sums.new_zeros(self.channels, self.channels)
+        for number in self.blocks[tap, other]:
+            block += self.sums[number]
+        return block
+
+
+def _sum(tap: Tap, offset: Tap) -> Tap:
+    return tuple(t + o for t, o in zip(tap, offset, strict=True))
 
 
 def _windows(axis: Axis, size: int, offset: int) -> dict[int, tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -257,6 +259,7 @@ class Observers:
         layers = {}
         for name in self.by_name:  # the same order in every process
             observer = self.by_name[name]
+            _return_freed_memory()
             own = {of: units.get((name, of), 1.0) for of in LOSSES}
             sums = {key: sum_over_processes(value, self.anchor.device) for key, value in observer.state(own).items()}
             observer.inputs, observer.gradients, observer.fisher = None, {}, None  # wide layers hold hundreds of megabytes
@@ -272,7 +275,7 @@ class Observers:
     ) -> LayerCurvature:
         positions = sums.pop("positions")
         for key, value in sums.items():
-            if not bool(value.isfinite().all()):
+            if not all(bool(part.isfinite().all()) for part in value.split(256)):  # not all at once: that takes a copy
                 raise ValueError(
                     f"{observer.name}: its {key} are not finite; look for NaN or overflow in the data or the model"
                 )
@@ -296,6 +299,12 @@ class Observers:
             unit = units[UNITS[key]]
             scaled[key] = scaled[key] if unit == 1 else scaled[key].double() * unit**2
         return LayerCurvature(shape, scale=observer.scale, **scaled)
+
+
+def _return_freed_memory() -> None:
+    """What the pass has freed goes back to the system; glibc would keep it, in pieces into which no wide layer's sums fit."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # systems with another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _unit_for(gradient: Tensor) -> float | None:
