@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -110,6 +111,21 @@ def detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
             left -= size
             if left <= 0:
                 return
+
+
+def last_examples(batches: Iterable[Any], examples: int) -> list[Any]:
+    """The batches at the end, the first of them cut so that they hold no more than ``examples``."""
+    held: deque[Any] = deque()
+    spare = -examples
+    for batch in batches:
+        held.append(batch)
+        spare += batch_size(batch)
+        while held and batch_size(held[0]) <= spare:
+            spare -= batch_size(held.popleft())
+    if held and spare > 0:
+        size = batch_size(held[0])
+        held[0] = _map(held[0], lambda t: t[spare:] if t.dim() and len(t) == size else t)
+    return list(held)
 
 
 def _cut(batch: Any, size: int, count: int) -> Any:

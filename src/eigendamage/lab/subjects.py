@@ -8,6 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eigendamage.batches import detached, outputs_of, pair
+from eigendamage.batches import detached, last_examples, outputs_of, pair
 from eigendamage.checks import require_batches
 from eigendamage.files import write_text
 from eigendamage.finetune import Epoch, finetune
@@ -45,8 +46,11 @@ class Subject(ABC):
     def test(self, model: nn.Module, training: Training) -> Score: ...
 
     @abstractmethod
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
-        """On so many training examples as they are; of a data set that has enough, on none that `statistics` draws."""
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        """On so many training examples as they are; of a data set that has enough, on none that `statistics` draws.
+
+        Those are ``measured`` examples, drawn by the same ``seed``.
+        """
 
     @abstractmethod
     def inputs(self) -> Tensor:
@@ -71,7 +75,8 @@ class Prepared(Subject):
     def test(self, model: nn.Module, training: Training) -> Score:
         return evaluate(model, self.data.test, precision=training.precision, channels_last=training.channels_last)
 
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        # From the other end of the order, and so clear of those that were measured, however many these are.
         images = part_of(self.data.train, examples, seed, last=True)
         return evaluate(model, images, precision=training.precision, channels_last=training.channels_last)
 
@@ -102,13 +107,17 @@ class Loaders(Subject):
         self.training, self.testing, self.device = training, testing, device
 
     def statistics(self, examples: int | None, seed: int) -> Iterable[Any]:
-        return [self._moved(batch) for batch in detached(self.training, examples)]
+        with self._order(seed):
+            return [self._moved(batch) for batch in detached(self.training, examples)]
 
     def test(self, model: nn.Module, training: Training) -> Score:
         return self._score(model, self.testing, training)
 
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
-        return self._score(model, detached(self.training, examples), training)
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        with self._order(seed):
+            passed = detached(self.training, None if measured is None else measured + examples)
+            batches = last_examples(passed, examples)
+        return self._score(model, batches, training)
 
     def inputs(self) -> Tensor:
         inputs, _ = pair(self._moved(next(iter(self.testing))))
@@ -146,6 +155,14 @@ class Loaders(Subject):
         save(model, folder / MODEL)
         (folder / CHECKPOINT).unlink(missing_ok=True)
         return metrics_in(folder)
+
+    @contextmanager
+    def _order(self, seed: int) -> Iterator[None]:
+        """The training batches come in the same order each time, also from a loader that shuffles as torch's own do."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            _Moved(self).set_epoch(0)
+            yield
 
     def _moved(self, batch: Any) -> tuple[Any, Any]:
         inputs, labels = pair(batch)
