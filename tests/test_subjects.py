@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from eigendamage.lab import data as data_sets
+from eigendamage.lab import downloads, steps
+from eigendamage.lab.downloads import Archive
 from eigendamage.lab.runs import Training
+from eigendamage.lab.settings import Site
 from eigendamage.lab.subjects import Loaders
 
 
@@ -62,3 +73,22 @@ def test_random_numbers_stay_as_they_were() -> None:
 def test_an_empty_loader_is_named() -> None:
     with pytest.raises(ValueError, match="data: a loader is empty"):
         Loaders([], [], "cpu").judged(Noting(), 5, 5, Training(), 0)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_quiet_site_downloads_without_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: bool) -> None:
+    packed, shown = io.BytesIO(), []
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("set/a"))
+    (tmp_path / "set.tar.gz").write_bytes(packed.getvalue())
+    served = Archive((tmp_path / "set.tar.gz").as_uri(), hashlib.md5(packed.getvalue()).hexdigest(), "set")
+
+    def noted(items: Iterator[Any], description: str, enabled: bool = True, total: int | None = None) -> Iterator[Any]:
+        shown.append(enabled)
+        return items
+
+    monkeypatch.setattr(data_sets, "CIFAR10", served)
+    monkeypatch.setattr(downloads, "track", noted)
+    with pytest.raises(FileNotFoundError, match="data_batch_1"):  # it is an archive of something else
+        steps.subject_of("cifar10", Site(tmp_path / "runs", data=tmp_path / "data", progress=progress))
+    assert shown == [progress, progress]

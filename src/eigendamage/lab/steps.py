@@ -37,7 +37,7 @@ Content = dict[str, Any]
 
 
 def subject_of(name: str, site: Site) -> Subject:
-    return subject_named(name, site.data, site.device)
+    return subject_named(name, site.data, site.device, site.progress)
 
 
 def folder_of(dense: Dense, site: Site) -> Path:

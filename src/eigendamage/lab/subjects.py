@@ -210,10 +210,10 @@ def is_own(name: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def subject_named(data: str, root: Path, device: str) -> Subject:
+def subject_named(data: str, root: Path, device: str, progress: bool = True) -> Subject:
     """A data set of the lab, or what a user's own function returns: batches to train and to test on."""
     if not is_own(data):
-        return Prepared(load_data(data, root).to(device))
+        return Prepared(load_data(data, root, progress=progress).to(device))
     loaders = function_named("data", data)()
     if not isinstance(loaders, tuple | list) or len(loaders) != 2:
         raise TypeError(f"data: {data} must return two loaders, to train and to test on; got {type(loaders).__name__}")
