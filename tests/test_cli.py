@@ -38,6 +38,28 @@ def loaders():
 
 def nothing():
     return None
+
+def fails():
+    raise RuntimeError("no such thing\\nand more")
+
+def needs(argument):
+    return None
+
+def without_parameters():
+    return torch.nn.Flatten()
+
+def empty():
+    return [], []
+
+def labelled(labels):
+    batches = [(torch.zeros(4, 1, 6, 6), labels)] * 2
+    return batches, batches
+
+def real_labels():
+    return labelled(torch.zeros(4))
+
+def labels_out_of_range():
+    return labelled(torch.tensor([0, 1, 2, 7]))
 """
 
 
@@ -58,6 +80,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     (work / "own_things.py").write_text(OWN)
+    (work / "broken.py").write_text("def f(:\n")
+    (work / "raising.py").write_text("\n1 / 0\n")
     for name, content in (("damaged", "{"), ("foreign", "[]")):
         (work / name).mkdir(exist_ok=True)
         (work / name / "run.json").write_text(content)
@@ -139,6 +163,33 @@ def test_reproduce_and_draw_again(work: Path) -> None:
         ("prune --macs 0.5 --model own_things:absent --data digits --out w4", 1, "own_things has no 'absent'"),
         ("prune --macs 0.5 --model own_things:nothing --data digits --out w5", 1, "must return a torch.nn.Module"),
         ("prune --macs 0.5 --model own_things:network --data own_things:nothing --out w6", 1, "must return two loaders"),
+        (
+            "evaluate --model broken:f --data digits",
+            1,
+            "model: 'broken:f' cannot be imported: SyntaxError: invalid syntax (broken",
+        ),
+        (
+            "evaluate --model raising:f --data digits",
+            1,
+            "cannot be imported: ZeroDivisionError: division by zero (raising.py, line 2)",
+        ),
+        ("evaluate --model ..x:f --data digits", 1, "model: '..x:f' cannot be imported"),
+        (
+            "evaluate --model own_things:fails --data digits",
+            1,
+            "model: own_things:fails failed: RuntimeError: no such thing (own_things.py, line 19)",
+        ),
+        ("evaluate --model own_things:needs --data digits", 1, "model: own_things:needs failed: TypeError: needs() missing 1"),
+        ("evaluate --model own_things:network --data own_things:needs", 1, "data: own_things:needs failed: TypeError: needs()"),
+        ("evaluate --model own_things:without_parameters --data own_things:loaders", 1, "model: has no parameters"),
+        ("evaluate --model own_things:network --data own_things:real_labels", 1, "targets: torch.float32 (4,) do not fit"),
+        ("evaluate --model own_things:network --data own_things:labels_out_of_range", 1, "Target 7 is out of bounds"),
+        (
+            "finetune --model own_things:network --data own_things:real_labels --epochs 1 --out w7",
+            1,
+            "do not fit outputs (4, 3)",
+        ),
+        ("prune --macs 0.5 --model own_things:network --data own_things:empty --out w8", 1, "data: a loader is empty"),
         ("prune --macs 0.5 --model resnet20 --data digits --weights absent.safetensors", 1, "there is no file"),
         ("train --model alexnet", 1, "network: must be one of"),
         ("train --data mnist --out m", 1, "data: must be one of"),

@@ -24,9 +24,13 @@ def outputs_of(
 ) -> Tensor:
     """What the model makes of one batch.
 
-    Raises TypeError for a batch or an output that is no tensor, ValueError for inputs on another device.
+    Raises TypeError for a batch or an output that is no tensor, ValueError for inputs on another device and a model without
+    parameters.
     """
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError("model: has no parameters")
+    device = first.device
     context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
     with context:
         outputs = forward(model, batch) if forward else _called(model, _inputs(batch, device))
