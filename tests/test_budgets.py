@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import eigendamage as ed
 from eigendamage.passes import tensors_in
+from eigendamage.streams import ChannelSelection
 from eigendamage.structures import STRUCTURES
 
 
@@ -282,6 +283,48 @@ def measured_network(network: Callable[[int, bool], nn.Module], width: int, bias
         built = network(width, bias).eval()
         batch = torch.randn(24, 3, 5, 5), torch.randint(0, 4, (24,))
         return built, ed.measure(built, [batch], progress=False)
+
+
+@lru_cache
+def measured_for_channels(network: Callable[[], nn.Module]) -> tuple[nn.Module, ed.Curvature]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        built, batch = network().eval(), (torch.randn(24, 3, 8, 8), torch.randint(0, 4, (24,)))
+        return built, ed.measure(built, [batch], methods=["kron-obd", "slimming"], progress=False)
+
+
+class Selecting(nn.Module):
+    """Every kind of module that loses channels beside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.select, self.norm = nn.Conv2d(3, 9, 3, padding=1), ChannelSelection(9), nn.BatchNorm2d(9)
+        self.one, self.bend, self.two = nn.Conv2d(9, 7, 1), nn.PReLU(7), nn.Conv2d(7, 9, 1)
+        self.plain = nn.InstanceNorm2d(9, affine=True)
+        self.head = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.two(self.bend(self.one(self.norm(self.select(x)).relu())))
+        return self.head(self.plain(x).relu().mean((2, 3)))
+
+
+CHANNELS = [partial(Residual, 9, False), partial(Inverted, 9, True), Selecting]
+
+
+@pytest.mark.parametrize("method", ["kron-obd", "slimming"])
+@pytest.mark.parametrize("network", CHANNELS, ids=["residual", "inverted", "selecting"])
+def test_methods_that_remove_channels_count_what_goes_beside_the_layers(network, method: str) -> None:
+    """The least that is named is what is counted, and no budget above it is exceeded."""
+    built, curvature = measured_for_channels(network)
+    example = torch.randn(1, 3, 8, 8)
+    dense = ed.count(built, example).params
+    with pytest.raises(ValueError, match="cannot be reached") as caught:
+        ed.plan(built, curvature, method=method, params=1e-4)
+    least = float(str(caught.value).rsplit("=", 1)[1])
+    for budget in [1.002 * least, *torch.linspace(1.01 * least, 0.95, 9).tolist()]:
+        small = ed.apply(built, ed.plan(built, curvature, method=method, params=budget), curvature)
+        assert least * 0.998 <= ed.count(small, example).params / dense <= budget
 
 
 @given(

@@ -38,6 +38,28 @@ def loaders():
 
 def nothing():
     return None
+
+def fails():
+    raise RuntimeError("no such thing\\nand more")
+
+def needs(argument):
+    return None
+
+def without_parameters():
+    return torch.nn.Flatten()
+
+def empty():
+    return [], []
+
+def labelled(labels):
+    batches = [(torch.zeros(4, 1, 6, 6), labels)] * 2
+    return batches, batches
+
+def real_labels():
+    return labelled(torch.zeros(4))
+
+def labels_out_of_range():
+    return labelled(torch.tensor([0, 1, 2, 7]))
 """
 
 
@@ -58,6 +80,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     (work / "own_things.py").write_text(OWN)
+    (work / "broken.py").write_text("def f(:\n")
+    (work / "raising.py").write_text("\n1 / 0\n")
+    (work / "bare.json").write_text('{"experiment": "table1", "cells": []}')
     for name, content in (("damaged", "{"), ("foreign", "[]")):
         (work / name).mkdir(exist_ok=True)
         (work / name / "run.json").write_text(content)
@@ -139,6 +164,55 @@ def test_reproduce_and_draw_again(work: Path) -> None:
         ("prune --macs 0.5 --model own_things:absent --data digits --out w4", 1, "own_things has no 'absent'"),
         ("prune --macs 0.5 --model own_things:nothing --data digits --out w5", 1, "must return a torch.nn.Module"),
         ("prune --macs 0.5 --model own_things:network --data own_things:nothing --out w6", 1, "must return two loaders"),
+        (
+            "evaluate --model broken:f --data digits",
+            1,
+            "model: 'broken:f' cannot be imported: SyntaxError: invalid syntax (broken",
+        ),
+        (
+            "evaluate --model raising:f --data digits",
+            1,
+            "cannot be imported: ZeroDivisionError: division by zero (raising.py, line 2)",
+        ),
+        ("evaluate --model ..x:f --data digits", 1, "model: '..x:f' cannot be imported"),
+        (
+            "evaluate --model own_things:fails --data digits",
+            1,
+            "model: own_things:fails failed: RuntimeError: no such thing (own_things.py, line 19)",
+        ),
+        ("evaluate --model own_things:needs --data digits", 1, "model: own_things:needs failed: TypeError: needs() missing 1"),
+        ("evaluate --model own_things:network --data own_things:needs", 1, "data: own_things:needs failed: TypeError: needs()"),
+        ("evaluate --model own_things:without_parameters --data own_things:loaders", 1, "model: has no parameters"),
+        ("evaluate --model own_things:network --data own_things:real_labels", 1, "targets: torch.float32 (4,) do not fit"),
+        ("evaluate --model own_things:network --data own_things:labels_out_of_range", 1, "Target 7 is out of bounds"),
+        (
+            "finetune --model own_things:network --data own_things:real_labels --epochs 1 --out w7",
+            1,
+            "do not fit outputs (4, 3)",
+        ),
+        ("prune --macs 0.5 --model own_things:network --data own_things:empty --out w8", 1, "data: a loader is empty"),
+        ("train --out own_things.py", 1, "out: must be a folder, or one that can be made; own_things.py is a file"),
+        ("train --out own_things.py/deep/er", 1, "out: must be a folder, or one that can be made; own_things.py is a file"),
+        ("train --out w9 --data-root own_things.py", 1, "data_root: must be a folder"),
+        ("train --out w9 --device meta", 1, "device: 'meta' cannot be used"),
+        ("train --out w9 --seed 99999999999999999999", 1, "seed: must be below 2**63; got 99999999999999999999"),
+        ("demo --out own_things.py", 1, "out: must be a folder"),
+        ("reproduce fisher --scale digits --results own_things.py", 1, "results: must be a folder"),
+        ("reproduce fisher --scale digits --runs own_things.py", 1, "runs: must be a folder"),
+        ("reproduce fisher --scale digits --docs own_things.py", 1, "docs: must be a folder"),
+        ("reproduce fisher --scale digits --gpus-per-cell -1", 1, "gpus_per_cell: must be at least 0; got -1.0"),
+        ("reproduce table1 --scale digits --weights foreign", 1, "weights: foreign has no file NETWORK_DATA.safetensors"),
+        ("reproduce --from-results bare.json", 1, "bare.json is not a file of results: there is no 'commands'"),
+        ("reproduce --from-results foreign/run.json", 1, "run.json is not a file of results: it holds a list"),
+        ("evaluate --model resnet20 --data digits --weights foreign", 1, "weights: there is no file foreign"),
+        ("evaluate --model own_things.network --data digits", 1, "package.module:function; got 'own_things.network'"),
+        ("prune --macs 0.5 --examples 0 --out w9", 1, "examples: must be at least 1; got 0"),
+        ("prune --macs 0.5 --examples -5 --out w9", 1, "examples: must be at least 1; got -5"),
+        ("prune --macs 0.5 --cap 0.5 --out w9", 2, "cap: goes with a --method"),
+        ("prune --method cp --rank 0 --out w9", 1, "rank: must be at least 1; got 0"),
+        ("prune --method cp --ranks 0 --out w9", 1, "ranks: must be above 0; got 0.0"),
+        ("prune --method cp --ranks 0.5 --rank 3 --out w9", 2, "Give --ranks or --rank, and not both"),
+        ("iterate --rounds 0 --out w9", 1, "rounds: must be at least 1; got 0"),
         ("prune --macs 0.5 --model resnet20 --data digits --weights absent.safetensors", 1, "there is no file"),
         ("train --model alexnet", 1, "network: must be one of"),
         ("train --data mnist --out m", 1, "data: must be one of"),

@@ -184,6 +184,35 @@ def test_tiny_imagenet_is_decoded_once(tmp_path: Path) -> None:
     assert torch.equal(load_data("tiny-imagenet", tmp_path, download=False).train.pixels, data.train.pixels)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("val_1.JPEG\tn03\t0\t0\t62\t62", "the class 'n03' is not one of the 2 in wnids.txt"),
+        ("val_1.JPEG n01", r"must begin with an image and its class, with tabs between; got 'val_1\.JPEG n01'"),
+        ("val_1.JPEG\t", "must begin with an image and its class"),
+        ("", "must begin with an image and its class, with tabs between; got ''"),
+    ],
+)
+def test_a_line_of_tiny_imagenet_s_labels_that_cannot_be_is_named(tmp_path: Path, line: str, message: str) -> None:
+    write_tiny_imagenet(tmp_path)
+    with open(tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt", "a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=rf"val_annotations\.txt, line 2: {message}"):
+        load_data("tiny-imagenet", tmp_path, download=False)
+    assert not (tmp_path / "tiny-imagenet-200.safetensors").exists()
+
+
+def test_a_tiny_imagenet_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path)
+    image, folder = pytest.importorskip("PIL.Image"), tmp_path / "tiny-imagenet-200"
+    image.new("RGB", (64, 32)).save(folder / "val" / "images" / "val_0.JPEG")
+    with pytest.raises(ValueError, match=r"val_0\.JPEG must be of 64 by 64 pixels; got 64 by 32"):
+        load_data("tiny-imagenet", tmp_path, download=False)
+    (folder / "val" / "val_annotations.txt").write_text("")
+    with pytest.raises(ValueError, match="tiny-imagenet-200 is not whole: there are no images to test on"):
+        load_data("tiny-imagenet", tmp_path, download=False)
+
+
 def test_digits_need_no_files(tmp_path: Path) -> None:
     data = load_data("digits", tmp_path)
     assert (data.classes, len(data.train), len(data.test)) == (10, 1198, 599) and data.train.pixels.shape[1:] == (3, 16, 16)

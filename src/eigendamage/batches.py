@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,9 +24,13 @@ def outputs_of(
 ) -> Tensor:
     """What the model makes of one batch.
 
-    Raises TypeError for a batch or an output that is no tensor, ValueError for inputs on another device.
+    Raises TypeError for a batch or an output that is no tensor, ValueError for inputs on another device and a model without
+    parameters.
     """
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError("model: has no parameters")
+    device = first.device
     context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
     with context:
         outputs = forward(model, batch) if forward else _called(model, _inputs(batch, device))
@@ -110,6 +115,21 @@ def detached(batches: Iterable[Any], examples: int | None) -> Iterator[Any]:
             left -= size
             if left <= 0:
                 return
+
+
+def last_examples(batches: Iterable[Any], examples: int) -> list[Any]:
+    """The batches at the end, the first of them cut so that they hold no more than ``examples``."""
+    held: deque[Any] = deque()
+    spare = -examples
+    for batch in batches:
+        held.append(batch)
+        spare += batch_size(batch)
+        while held and batch_size(held[0]) <= spare:
+            spare -= batch_size(held.popleft())
+    if held and spare > 0:
+        size = batch_size(held[0])
+        held[0] = _map(held[0], lambda t: t[spare:] if t.dim() and len(t) == size else t)
+    return list(held)
 
 
 def _cut(batch: Any, size: int, count: int) -> Any:

@@ -183,13 +183,17 @@ def at_equal_cost(model: nn.Module, curvature: Curvature, budgets: Fractions, pl
     shapes = [layer.shape for layer in curvature.layers.values()]
     beside = {key: whole[key] - sum(getattr(shape, key) for shape in shapes) for key in budgets}
 
+    def cost(plan: Plan, key: str) -> float:
+        gone = _gone_beside(model, plan) if key == "params" else 0
+        return float(getattr(plan, key) + beside[key] - gone)
+
     def holds(plan: Plan) -> bool:
-        return all(getattr(plan, key) + beside[key] <= fraction * whole[key] for key, fraction in budgets.items())
+        return all(cost(plan, key) <= fraction * whole[key] for key, fraction in budgets.items())
 
     low, high = 0.0, 1.0 - 1e-9
     best = plan_at(high)
     if not holds(best):
-        least = {key: (getattr(best, key) + beside[key]) / max(1, whole[key]) for key in budgets}
+        least = {key: cost(best, key) / max(1, whole[key]) for key in budgets}
         reach = ", ".join(f"{key}={value:.3g}" for key, value in least.items())
         raise ValueError(f"the budget cannot be reached by this method with this cap: the least is {reach}")
     for _ in range(RATIO_STEPS):
@@ -200,3 +204,12 @@ def at_equal_cost(model: nn.Module, curvature: Curvature, budgets: Fractions, pl
         else:
             low = middle
     return best
+
+
+def _gone_beside(model: nn.Module, plan: Plan) -> int:
+    """The parameters that batch norm and the like, which are none of the plan's layers, lose with their channels."""
+    gone = 0
+    for name in plan.kept.keys() - plan.layers.keys():
+        for parameter in model.get_submodule(name).parameters():
+            gone += len(parameter) - len(plan.kept[name].outputs)
+    return gone

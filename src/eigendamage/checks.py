@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -35,6 +36,13 @@ def require_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless ``value`` is one of these."""
     if value not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def require_folder(name: str, path: Path) -> None:
+    """Raise ValueError if the path, which need not exist yet, is or leads through something that is no folder."""
+    blocking = next((part for part in (path, *path.parents) if part.exists()), None)
+    if blocking is not None and not blocking.is_dir():
+        raise ValueError(f"{name}: must be a folder, or one that can be made; {blocking} is a file")
 
 
 def require_batches(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``eigendamage train``, ``prune``, ``finetune``, ``evaluate``, ``iterate``, ``reproduce`` and more."""
+"""The command line: train, prune, finetune, evaluate, iterate, reproduce and more."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from eigendamage import bench as benchmark
 from eigendamage import demo as demonstration
+from eigendamage.checks import require_folder
 from eigendamage.figures import TableData
 from eigendamage.lab import projects
 from eigendamage.lab.data import DATA
@@ -172,8 +173,6 @@ def iterate(
         rounds: how many.
         out: the folder of the run.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds: must be at least 1; got {rounds}")
     planning = {"method": method, "ratio": ratio, "cap": cap}
     check(planning)
     if method_named(method).removes != "channels" and method != "eigendamage":
@@ -260,6 +259,8 @@ def reproduce(
         raise WrongUsage("name: give the name of an experiment, or --from-results, and not both")
     if name is not None:
         changes = Changes(seeds, epochs, training_epochs, examples, precision, networks, weights)
+        for argument, folder in (("runs", runs), ("results", results), ("docs", docs or results)):
+            require_folder(argument, folder)
         site = place.site(runs)
         how = Engine(engine, jobs, address, gpus_per_cell)
         files = [
@@ -301,6 +302,7 @@ def demo(out: Path = Path("demo")) -> None:
     Args:
         out: where files go.
     """
+    require_folder("out", out)
     demonstration.main(["--out", str(out)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,6 +153,18 @@ def _rows(outputs: Tensor, targets: object, labels: str) -> tuple[Tensor, Tensor
 
 def _precise(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def cross_entropy(outputs: Tensor, targets: Any, reduction: str = "mean") -> Tensor:
+    """Torch's own. Raises ValueError for targets that do not fit the outputs, where torch may raise anything."""
+    try:
+        return F.cross_entropy(outputs, targets, reduction=reduction)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        given = f"{targets.dtype} {tuple(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        what = f"targets: {given} do not fit outputs {tuple(outputs.shape)}"
+        raise ValueError(f"{what}: {next(iter(str(error).splitlines()), '')}") from error
 
 
 def class_axis(outputs: Tensor, given: Tensor | None) -> int:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from eigendamage.batches import Forward, examples_in, outputs_of, targets_of
 from eigendamage.checks import require, require_choice, require_function, require_number
-from eigendamage.labels import class_axis
+from eigendamage.labels import class_axis, cross_entropy
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Objective:
     def _given(self, outputs: Tensor, targets: Any) -> Tensor:
         if targets is None and self.loss is F.cross_entropy:
             raise TypeError("batches: have no targets, which the loss needs; give pairs, a loss, or a teacher with distill=1.0")
-        value = self.loss(outputs, targets)
+        value = (cross_entropy if self.loss is F.cross_entropy else self.loss)(outputs, targets)
         if not isinstance(value, Tensor) or value.dim():
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss: must return the mean over the batch as a tensor without dimensions; got {found}")

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 import torch
 from tyro.conf import arg
 
+from eigendamage.checks import require_folder, require_number, require_whole
+from eigendamage.lab.networks import NETWORKS
 from eigendamage.lab.projects import Source
 from eigendamage.lab.runs import Training
 from eigendamage.lab.settings import Site
-from eigendamage.lab.subjects import is_own
+from eigendamage.lab.subjects import FUNCTION, is_own
 from eigendamage.methods import method_named
 from eigendamage.planning import check_budgets, check_cap, check_ratio
 
@@ -41,9 +43,10 @@ class Place:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, device=device).cpu()  # which the meta device cannot
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+        require_folder("data_root", self.data_root)
         return Site(root, self.data_root, device=device, progress=not self.quiet)
 
 
@@ -67,6 +70,8 @@ class Start:
             return Source.of(self.run)
         if self.data is None:
             raise WrongUsage("data: --model needs --data, a data set or package.module:function")
+        if not is_own(self.model) and self.model not in NETWORKS:
+            raise ValueError(f"model: must be one of {', '.join(NETWORKS)}, or {FUNCTION}; got {self.model!r}")
         if self.weights is None and not is_own(self.model):
             raise WrongUsage(f"weights: {self.model} needs --weights, or train it and give its --run")
         return Source(self.model, self.data, self.weights)
@@ -129,6 +134,8 @@ class Goal:
     def planning(self) -> dict[str, Any]:
         given = {key: value for key, value in vars(self).items() if value is not None and key != "rank"}
         if self.rank is not None:
+            if self.ranks is not None:
+                raise WrongUsage("how small? Give --ranks or --rank, and not both")
             given["ranks"] = self.rank
         if not given.keys() & {"ratio", "macs", "params", "latency", "loss", "ranks"}:
             raise WrongUsage("how small? Give a budget, such as --macs 0.5, or a --method with its --ratio")
@@ -145,10 +152,16 @@ def check(planning: dict[str, Any]) -> None:
         removes = method_named(planning["method"]).removes
         if "ranks" in planning and removes != "rank":
             raise WrongUsage(f"ranks, rank: are for cp; {planning['method']} finds its own ranks from --ratio")
+    elif budgets and "cap" in planning:
+        raise WrongUsage("cap: goes with a --method; budgets without one have no cap")
     elif not budgets:
         raise WrongUsage("method: --ratio, --ranks and --rank need a --method; see `eigendamage list`")
     if "ratio" in planning:
         check_ratio(planning["ratio"])
+    if isinstance(planning.get("ranks"), int):
+        require_whole("rank", planning["ranks"], least=1)
+    elif "ranks" in planning:
+        require_number("ranks", planning["ranks"], "above 0", lambda x: x > 0)
     check_cap(planning.get("cap", 0.95))
     check_budgets({key: planning[key] for key in budgets}, planning.get("method"))
 
@@ -158,5 +171,6 @@ class Statistics:
     """What is measured before pruning."""
 
     examples: int = 2000
+    """How many of the training examples."""
     labels: Literal["sampled", "given"] = "sampled"
     """Labels for the gradients: drawn from the model's own prediction, or those of the data."""

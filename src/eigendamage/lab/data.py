@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,16 +124,30 @@ def _tiny_imagenet(root: Path, download: bool, progress: bool) -> Data:
 def _decode(folder: Path, progress: bool) -> dict[str, Tensor]:
     """The validation set serves as test set, as in the paper: the labels of the real one were never published."""
     numbers = {name: number for number, name in enumerate((folder / "wnids.txt").read_text().split())}
-    train = [(path, numbers[path.parts[-3]]) for name in numbers for path in sorted((folder / "train" / name).rglob("*.JPEG"))]
-    lines = [line.split("\t") for line in (folder / "val" / "val_annotations.txt").read_text().splitlines()]
-    test = [(folder / "val" / "images" / file, numbers[name]) for file, name, *_ in lines]
+    train = [(path, numbers[name]) for name in numbers for path in sorted((folder / "train" / name).rglob("*.JPEG"))]
+    test = _annotated(folder / "val" / "val_annotations.txt", numbers)
     tensors = {}
     for part, entries in (("train", train), ("test", test)):
+        if not entries:
+            raise ValueError(f"{folder} is not whole: there are no images to {part} on")
         with ThreadPoolExecutor() as pool:
             images = list(track(pool.map(_read_jpeg, [path for path, _ in entries]), part, progress, len(entries)))
         tensors[f"{part}.pixels"] = torch.stack(images)
         tensors[f"{part}.labels"] = torch.tensor([number for _, number in entries])
     return tensors
+
+
+def _annotated(path: Path, numbers: Mapping[str, int]) -> list[tuple[Path, int]]:
+    """Each image of the validation set and the number of its class."""
+    entries = []
+    for row, line in enumerate(path.read_text().splitlines(), 1):
+        file, name, *_ = [*line.split("\t"), ""]
+        if not file or not name:
+            raise ValueError(f"{path}, line {row}: must begin with an image and its class, with tabs between; got {line!r}")
+        if name not in numbers:
+            raise ValueError(f"{path}, line {row}: the class {name!r} is not one of the {len(numbers)} in wnids.txt")
+        entries.append((path.parent / "images" / file, numbers[name]))
+    return entries
 
 
 def _read_jpeg(path: Path) -> UInt8[Tensor, "3 height width"]:
@@ -142,6 +156,8 @@ def _read_jpeg(path: Path) -> UInt8[Tensor, "3 height width"]:
     except ImportError as error:
         raise ImportError(f'Tiny-ImageNet needs Pillow ({error}). Install it with: pip install "eigendamage[lab]"') from None
     with Image.open(path) as image:
+        if image.size != (64, 64):
+            raise ValueError(f"{path} must be of 64 by 64 pixels; got {image.width} by {image.height}")
         return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eigendamage.checks import require_choice, require_whole
+from eigendamage.checks import require_choice, require_number, require_whole
 from eigendamage.lab.cells import result_in, run
 from eigendamage.lab.settings import Cell, Pruning, Site, as_data, from_data, name_of
 from eigendamage.lab.steps import Content
@@ -35,6 +35,7 @@ class Engine:
     def __post_init__(self) -> None:
         require_choice("engine", self.name, ENGINES)
         require_whole("jobs", self.jobs, least=1)
+        require_number("gpus_per_cell", self.gpus_per_cell, "at least 0", lambda x: x >= 0)
 
 
 class CellsFailed(RuntimeError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from eigendamage.checks import require_folder
 from eigendamage.compress import Report
 from eigendamage.cost import Cost
 from eigendamage.figures import Code, Figure, Section, Series, TableData
@@ -36,6 +37,10 @@ class Source:
     data: str
     weights: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.weights is not None and not self.weights.is_file():
+            raise FileNotFoundError(f"weights: there is no file {self.weights}")
+
     @classmethod
     def of(cls, folder: Path) -> Source:
         """The model that a run left behind."""
@@ -55,8 +60,6 @@ class Source:
     def dense(self) -> Dense:
         if self.weights is None:
             return Dense(self.data, self.model)
-        if not self.weights.is_file():
-            raise FileNotFoundError(f"weights: there is no file {self.weights}")
         return Dense(self.data, self.model, weights=self.weights.name, sha256=checksum(self.weights))
 
     def site(self, site: Site) -> Site:
@@ -77,6 +80,7 @@ def _record(path: Path) -> Content:
 def claim(folder: Path, kind: str, source: Source, settings: Mapping[str, Any], commands: Sequence[str]) -> None:
     """Make the folder that of this run. Raises ValueError where another one is in it that has come to something."""
     asked = json.loads(json.dumps({"kind": kind, "model": source.model, "data": source.data, "settings": settings}))
+    require_folder("out", folder)
     path = folder / RUN
     if path.is_file():
         held = _record(path)

@@ -115,11 +115,16 @@ def read_results(path: Path) -> dict[str, Any]:
     """What `write_results` wrote. Raises ValueError for anything else."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(content["cells"], list) or not isinstance(content["experiment"], str):
-            raise KeyError("cells")
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
+        for key, kind in (("experiment", str), ("commands", list), ("cells", list)):
+            if not isinstance(content[key], kind):
+                raise TypeError(f"{key} must be a {kind.__name__}")
         for cell in content["cells"]:
-            from_data(cell["cell"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+            from_data(cell["cell"]), cell["versions"]["device"]
+    except KeyError as error:
+        raise ValueError(f"{path} is not a file of results: there is no {error}") from None
+    except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(f"{path} is not a file of results: {error}") from None
     return content
 

@@ -59,6 +59,7 @@ class Training:
         for name in ("channels_last", "augment"):
             require(name, getattr(self, name), bool, "True or False")
         require_whole("seed", self.seed, least=0)
+        require_number("seed", self.seed, "below 2**63", lambda x: x < 2**63)
         require_number("distill", self.distill, "between 0 and 1", lambda x: 0 <= x <= 1)
 
     @property

@@ -142,9 +142,12 @@ def scaled(name: str, changes: Changes | None = None) -> Scale:
         require_choice("networks", network, tuple(NETWORKS))
     if changes.weights is not None and not changes.weights.exists():
         raise FileNotFoundError(f"weights: there is no {changes.weights}")
-    if changes.weights is not None and changes.weights.is_file():
-        stems = [f"{network}_{data}" for network in NETWORKS for data in scale.data.values()]
-        require_choice("weights, the name of the file without its ending,", changes.weights.stem, stems)
+    if changes.weights is not None:
+        stems = list(dict.fromkeys(f"{network}_{data}" for network in NETWORKS for data in scale.data.values()))
+        if changes.weights.is_file():
+            require_choice("weights, the name of the file without its ending,", changes.weights.stem, stems)
+        elif not any((changes.weights / f"{stem}.safetensors").is_file() for stem in stems):
+            raise FileNotFoundError(f"weights: {changes.weights} has no file NETWORK_DATA.safetensors, such as {stems[0]}")
     training, finetuning = scale.training, scale.finetuning
     if changes.precision is not None:
         layout = changes.precision == "bfloat16"  # in which it is faster

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eigendamage.checks import require_whole
 from eigendamage.lab.runs import Training
 from eigendamage.refitting import PARTS
 
@@ -59,6 +60,12 @@ class Pruning:
     rounds: int = 1
     judged: int = 2000  # training images on which the loss is judged before fine-tuning
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.examples is not None:
+            require_whole("examples", self.examples, least=1)
+        require_whole("rounds", self.rounds, least=1)
+        require_whole("judged", self.judged, least=1)
 
     @property
     def label(self) -> str:

@@ -37,7 +37,7 @@ Content = dict[str, Any]
 
 
 def subject_of(name: str, site: Site) -> Subject:
-    return subject_named(name, site.data, site.device)
+    return subject_named(name, site.data, site.device, site.progress)
 
 
 def folder_of(dense: Dense, site: Site) -> Path:
@@ -159,7 +159,7 @@ def cost_of(model: nn.Module, inputs: Tensor) -> Content:
 def scores(model: nn.Module, cell: Pruning, site: Site) -> Content:
     """Loss on a fixed part of the training images, as they are, and accuracy and loss on the test images."""
     subject = subject_of(cell.dense.data, site)
-    judged = subject.judged(model, cell.judged, cell.finetuning, cell.seed)
+    judged = subject.judged(model, cell.judged, cell.examples, cell.finetuning, cell.seed)
     test = subject.test(model, cell.finetuning)
     return {"train_loss": judged.loss, "accuracy": test.accuracy, "loss": test.loss}
 

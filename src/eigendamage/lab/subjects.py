@@ -6,17 +6,18 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from eigendamage.batches import detached, outputs_of, pair
+from eigendamage.batches import detached, last_examples, outputs_of, pair
 from eigendamage.checks import require_batches
 from eigendamage.files import write_text
 from eigendamage.finetune import Epoch, finetune
@@ -24,12 +25,14 @@ from eigendamage.lab.data import Data, Images, load_data
 from eigendamage.lab.folders import CHECKPOINT, METRICS, MODEL, metrics_in
 from eigendamage.lab.networks import build
 from eigendamage.lab.runs import PRECISIONS, Score, Training, evaluate, penalty_of, train
+from eigendamage.labels import cross_entropy
 from eigendamage.passes import evaluating
 from eigendamage.storage import load, save
 
 # Statistics and times are of batches of this size.
 BATCH = 128
 FUNCTION = "package.module:function"
+EMPTY = "data: a loader is empty"
 
 
 class Subject(ABC):
@@ -45,8 +48,11 @@ class Subject(ABC):
     def test(self, model: nn.Module, training: Training) -> Score: ...
 
     @abstractmethod
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
-        """On so many training examples as they are; of a data set that has enough, on none that `statistics` draws."""
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        """On so many training examples as they are; of a data set that has enough, on none that `statistics` draws.
+
+        Those are ``measured`` examples, drawn by the same ``seed``.
+        """
 
     @abstractmethod
     def inputs(self) -> Tensor:
@@ -71,7 +77,8 @@ class Prepared(Subject):
     def test(self, model: nn.Module, training: Training) -> Score:
         return evaluate(model, self.data.test, precision=training.precision, channels_last=training.channels_last)
 
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        # From the other end of the order, and so clear of those that were measured, however many these are.
         images = part_of(self.data.train, examples, seed, last=True)
         return evaluate(model, images, precision=training.precision, channels_last=training.channels_last)
 
@@ -102,16 +109,23 @@ class Loaders(Subject):
         self.training, self.testing, self.device = training, testing, device
 
     def statistics(self, examples: int | None, seed: int) -> Iterable[Any]:
-        return [self._moved(batch) for batch in detached(self.training, examples)]
+        with self._order(seed):
+            return [self._moved(batch) for batch in detached(self.training, examples)]
 
     def test(self, model: nn.Module, training: Training) -> Score:
         return self._score(model, self.testing, training)
 
-    def judged(self, model: nn.Module, examples: int, training: Training, seed: int) -> Score:
-        return self._score(model, detached(self.training, examples), training)
+    def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
+        with self._order(seed):
+            passed = detached(self.training, None if measured is None else measured + examples)
+            batches = last_examples(passed, examples)
+        return self._score(model, batches, training)
 
     def inputs(self) -> Tensor:
-        inputs, _ = pair(self._moved(next(iter(self.testing))))
+        batch = next(iter(self.testing), None)
+        if batch is None:
+            raise ValueError(EMPTY)
+        inputs, _ = pair(self._moved(batch))
         if not isinstance(inputs, Tensor):
             raise TypeError(f"data: inputs must be tensors; got {type(inputs).__name__}")
         return inputs[:BATCH]
@@ -147,6 +161,14 @@ class Loaders(Subject):
         (folder / CHECKPOINT).unlink(missing_ok=True)
         return metrics_in(folder)
 
+    @contextmanager
+    def _order(self, seed: int) -> Iterator[None]:
+        """The training batches come in the same order each time, also from a loader that shuffles as torch's own do."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            _Moved(self).set_epoch(0)
+            yield
+
     def _moved(self, batch: Any) -> tuple[Any, Any]:
         inputs, labels = pair(batch)
         return tuple(value.to(self.device) if isinstance(value, Tensor) else value for value in (inputs, labels))  # type: ignore[return-value]
@@ -156,11 +178,11 @@ class Loaders(Subject):
         with torch.no_grad(), evaluating(model):
             for batch in map(self._moved, batches):
                 outputs = outputs_of(model, batch, autocast=PRECISIONS[training.precision]).float()
+                total += float(cross_entropy(outputs, batch[1], reduction="sum"))
                 right += int((outputs.argmax(1) == batch[1]).sum())
-                total += float(F.cross_entropy(outputs, batch[1], reduction="sum"))
                 examples += len(outputs)
         if not examples:
-            raise ValueError("data: a loader is empty")
+            raise ValueError(EMPTY)
         return Score(right / examples, total / examples)
 
 
@@ -193,11 +215,11 @@ def is_own(name: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def subject_named(data: str, root: Path, device: str) -> Subject:
+def subject_named(data: str, root: Path, device: str, progress: bool = True) -> Subject:
     """A data set of the lab, or what a user's own function returns: batches to train and to test on."""
     if not is_own(data):
-        return Prepared(load_data(data, root).to(device))
-    loaders = function_named("data", data)()
+        return Prepared(load_data(data, root, progress=progress).to(device))
+    loaders = _made("data", data)
     if not isinstance(loaders, tuple | list) or len(loaders) != 2:
         raise TypeError(f"data: {data} must return two loaders, to train and to test on; got {type(loaders).__name__}")
     for loader in loaders:
@@ -211,10 +233,28 @@ def network_named(name: str, classes: int, seed: int) -> nn.Module:
     """A network of the lab with fresh weights, or what a user's own function returns."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = function_named("model", name)() if is_own(name) else build(name, classes)
+        model = _made("model", name) if is_own(name) else build(name, classes)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {name} must return a torch.nn.Module; got {type(model).__name__}")
     return model
+
+
+def _made(argument: str, path: str) -> Any:
+    """What a user's own function returns."""
+    function = function_named(argument, path)
+    try:
+        return function()
+    except Exception as error:  # their code may raise anything
+        raise ValueError(f"{argument}: {path} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An error of a user's own code in a line, with where in their file it came about."""
+    ours = (__file__, importlib.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"
 
 
 def function_named(argument: str, path: str) -> Any:
@@ -224,8 +264,10 @@ def function_named(argument: str, path: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         holder = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError) as error:
+    except (ModuleNotFoundError, ValueError, TypeError) as error:
         raise ValueError(f"{argument}: {path!r} cannot be imported ({error}); it must be {FUNCTION}") from None
+    except Exception as error:  # whatever the user's own module comes to
+        raise ValueError(f"{argument}: {path!r} cannot be imported: {_told(error)}") from error
     found = getattr(holder, name, None)
     if found is None:
         raise ValueError(f"{argument}: {module} has no {name!r}; it must be {FUNCTION}")
