@@ -140,16 +140,28 @@ RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
 def budgets(scale: Scale) -> list[Cell]:
     """The same budgets and the same short fine-tuning for every method, and what each part of ours is worth."""
     cells: list[Cell] = []
-    for network, macs, seed, rate in itertools.product(_budgeted(scale), SHARES, range(scale.seeds), SHORT_RATES):
-        short = replace(SHORT, seed=seed, learning_rate=rate)
+    for network, macs, seed in itertools.product(_budgeted(scale), SHARES, range(scale.seeds)):
+        still, *short = _still_and_short(seed, SHORT_RATES)
         for method in RIVALRY:
-            cells += _with_and_without_refit(scale, network, _within(macs, method), short)
-        cells += [_budget(scale, network, _within(macs), replace(short, distill=share)) for share in TEACHING]
+            cells.append(_budget(scale, network, _within(macs, method), still, refit=False))
+            cells += [_budget(scale, network, _within(macs, method), tuning) for tuning in short]
+        cells += [
+            _budget(scale, network, _within(macs), replace(tuning, distill=share)) for tuning in short for share in TEACHING
+        ]
     for network, macs in itertools.product(_budgeted(scale), SHARES):
         for count in range(1, len(KINDS)):
-            kinds = sorted(itertools.chain(*KINDS[:count]))
-            cells += _with_and_without_refit(scale, network, {**_within(macs), "structures": kinds}, SHORT)
+            planning = {**_within(macs), "structures": sorted(itertools.chain(*KINDS[:count]))}
+            still, short_one = _still_and_short(SHORT.seed, (SHORT.learning_rate,))
+            cells += [
+                _budget(scale, network, planning, still, refit=False),
+                _budget(scale, network, planning, short_one),
+            ]
     return cells
+
+
+def _still_and_short(seed: int, rates: Sequence[float]) -> list[Training]:
+    """No fine-tuning, and the short one at each of these rates."""
+    return [replace(SHORT, seed=seed, epochs=0), *(replace(SHORT, seed=seed, learning_rate=rate) for rate in rates)]
 
 
 def refits(scale: Scale) -> list[Cell]:
@@ -157,7 +169,7 @@ def refits(scale: Scale) -> list[Cell]:
     return [
         replace(_budget(scale, network, _within(macs), tuning, refit=bool(parts)), refitted=parts or PARTS)
         for network, macs in itertools.product(_budgeted(scale), SHARES)
-        for tuning in (replace(SHORT, epochs=0), SHORT)
+        for tuning in _still_and_short(SHORT.seed, (SHORT.learning_rate,))
         for parts in ((), ("layers",), ("norms",), PARTS)
     ]
 
@@ -187,13 +199,6 @@ def _budgeted(scale: Scale) -> list[str]:
 
 def _within(macs: float, method: str | None = None) -> dict[str, Any]:
     return {"macs": macs} if method is None else {"method": method, "macs": macs}
-
-
-def _with_and_without_refit(scale: Scale, network: str, planning: dict[str, Any], tuning: Training) -> list[Cell]:
-    return [
-        _budget(scale, network, planning, replace(tuning, epochs=0), refit=False),
-        _budget(scale, network, planning, tuning),
-    ]
 
 
 def _budget(

@@ -141,24 +141,24 @@ def budget_tables(rows: Iterable[Row]) -> list[TableData]:
     tables = []
     groups = grouped(rows, lambda row: (row.title, float(row.cell.planning["macs"])))
     for (title, macs), of_group in groups.items():
+        rates = sorted({_rate(row) for row in of_group if row.cell.finetuning.epochs})
         lines = []
         for way, of_way in grouped(of_group, _way).items():
-            plain = [row for row in of_way if not row.cell.refit]
+            before = {
+                refit: [row.end["before"]["accuracy"] for row in of_way if row.cell.refit == refit] for refit in (False, True)
+            }
             tuned = [row for row in of_way if row.cell.finetuning.epochs]
             lines.append(
                 [
                     way,
-                    percent([row.end["before"]["accuracy"] for row in plain]),
-                    percent([row.end["before"]["accuracy"] for row in tuned]),
-                    *(
-                        percent([row.content["rounds"][0]["epochs"][epoch]["test_accuracy"] for row in tuned])
-                        for epoch in (0, 1)
-                    ),
+                    percent(before[False]),
+                    percent(before[True]),
+                    *(percent([row.accuracy for row in tuned if _rate(row) == rate]) for rate in rates),
                     percent([1 - row.removed("macs") for row in of_way]),
                     percent([1 - row.removed("params") for row in of_way]),
                 ]
             )
-        header = ["method", "pruned", "refitted", "1 epoch", "2 epochs", "MACs left", "weights left"]
+        header = ["method", "pruned", "refitted", *(f"2 epochs at {rate:g}" for rate in rates), "MACs left", "weights left"]
         dense = of_group[0].content["dense"]["accuracy"]
         note = f"Test accuracy in percent; dense {100 * dense:.2f}. Seeds: {len({row.cell.seed for row in of_group})}."
         tables.append(TableData(f"{title}, {macs:.0%} of the MACs", header, lines, note))
@@ -181,13 +181,17 @@ def title_of(method: str) -> str:
 
 def rate_table(rows: Iterable[Row]) -> TableData:
     """Learning rates against methods."""
-    by_rate = grouped(rows, lambda row: row.cell.finetuning.learning_rate)
+    by_rate = grouped(sorted(rows, key=_rate), _rate)
     ways = list(dict.fromkeys(_way(row) for of_rate in by_rate.values() for row in of_rate))
     lines = [
         [f"{rate:g}", *(percent([row.accuracy for row in of_rate if _way(row) == way]) for way in ways)]
         for rate, of_rate in by_rate.items()
     ]
     return TableData("Accuracy on training images held out, after 2 epochs", ["learning rate", *ways], lines, "In percent.")
+
+
+def _rate(row: Row) -> float:
+    return row.cell.finetuning.learning_rate
 
 
 def promise_table(rows: Iterable[Row]) -> TableData:
