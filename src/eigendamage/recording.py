@@ -64,10 +64,11 @@ class Recorded:
 
     def _aside(self, batch: Any) -> tuple[Tensor, int]:
         """On the stream that recording will be on, since memory and libraries' handles belong to one."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        own = torch.cuda.current_stream(self.stream.device)  # of the model's device, which need not be the current one
+        self.stream.wait_stream(own)
         with torch.cuda.stream(self.stream):
             result = self.gradients(batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        own.wait_stream(self.stream)
         return result
 
     def _record(self) -> bool:
