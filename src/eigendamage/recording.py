@@ -77,10 +77,11 @@ class Recorded:
         generator = torch.cuda.default_generators[self.stream.device_index]
         random = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            # Twice the stream: where recording ends in an error, torch does not leave the one that it has entered.
+            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, stream=self.stream):
                 self.value, self.count = self.gradients(self.batch)
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # as usual it has worked, and what is truly wrong will be raised there
+            reason = _reason(error)
             warnings.warn(f"the model cannot be recorded as a CUDA graph, and is trained without: {reason}", stacklevel=2)
             generator.graphsafe_set_state(random)  # else it still takes itself to be recorded, and refuses to work
             self.left = None
@@ -91,6 +92,13 @@ class Recorded:
 
 def _tensors(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(x, Tensor) and x.is_cuda for x in batch)
+
+
+def _reason(error: BaseException) -> str:
+    """What came first: the end of a recording that has failed is an error too, and says nothing of why."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
