@@ -78,7 +78,9 @@ class Recorded:
         random = generator.clone_state()
         try:
             # Twice the stream: where recording ends in an error, torch does not leave the one that it has entered.
-            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, stream=self.stream):
+            # Other threads may go on meanwhile, such as that of a loader which pins memory.
+            recording = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(self.stream), recording:
                 self.value, self.count = self.gradients(self.batch)
         except Exception as error:  # as usual it has worked, and what is truly wrong will be raised there
             reason = _reason(error)
