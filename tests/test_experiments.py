@@ -204,6 +204,9 @@ def test_tables_of_part_of_the_runs_have_gaps() -> None:
     some = [result_of(cell) for cell in cells if cell.finetuning.epochs and cell.finetuning.learning_rate > 0.002][:1]
     ((table,),) = [section.parts[1:] for section in sections_of("budgets", [*untuned[:1], *some])]
     assert isinstance(table, TableData) and table.header[3] == "2 epochs at 0.005" and "–" not in table.rows[0]
+    one_seed = [result_of(cell) for cell in cells if cell.seed == 0 and cell.finetuning.epochs]
+    tables = [part for section in sections_of("budgets", one_seed) for part in section.parts if isinstance(part, TableData)]
+    assert all("±" not in entry for table in tables for row in table.rows for entry in row)  # at two rates, of one seed
     rates = EXPERIMENTS["rates"].cells(scaled("small"))
     (section,) = sections_of("rates", [result_of(rates[0]), result_of(rates[-1])])  # type: ignore[arg-type]
     table = section.parts[0]

@@ -144,18 +144,16 @@ def budget_tables(rows: Iterable[Row]) -> list[TableData]:
         rates = sorted({_rate(row) for row in of_group if row.cell.finetuning.epochs})
         lines = []
         for way, of_way in grouped(of_group, _way).items():
-            before = {
-                refit: [row.end["before"]["accuracy"] for row in of_way if row.cell.refit == refit] for refit in (False, True)
-            }
+            plain, refitted = (_of_seeds(row for row in of_way if row.cell.refit == refit) for refit in (False, True))
             tuned = [row for row in of_way if row.cell.finetuning.epochs]
             lines.append(
                 [
                     way,
-                    percent(before[False]),
-                    percent(before[True]),
+                    percent([row.end["before"]["accuracy"] for row in plain]),
+                    percent([row.end["before"]["accuracy"] for row in refitted]),
                     *(percent([row.accuracy for row in tuned if _rate(row) == rate]) for rate in rates),
-                    percent([1 - row.removed("macs") for row in of_way]),
-                    percent([1 - row.removed("params") for row in of_way]),
+                    percent([1 - row.removed("macs") for row in _of_seeds(of_way)]),
+                    percent([1 - row.removed("params") for row in _of_seeds(of_way)]),
                 ]
             )
         header = ["method", "pruned", "refitted", *(f"2 epochs at {rate:g}" for rate in rates), "MACs left", "weights left"]
@@ -163,6 +161,11 @@ def budget_tables(rows: Iterable[Row]) -> list[TableData]:
         note = f"Test accuracy in percent; dense {100 * dense:.2f}. Seeds: {len({row.cell.seed for row in of_group})}."
         tables.append(TableData(f"{title}, {macs:.0%} of the MACs", header, lines, note))
     return tables
+
+
+def _of_seeds(rows: Iterable[Row]) -> list[Row]:
+    """One row a seed: before fine-tuning its runs are the same, and say nothing of how much seeds differ."""
+    return list({row.cell.seed: row for row in rows}.values())
 
 
 TEACHING = {0.5: ", with a teacher", 1.0: ", with a teacher and no labels"}
