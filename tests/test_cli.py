@@ -82,6 +82,8 @@ def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "own_things.py").write_text(OWN)
     (work / "broken.py").write_text("def f(:\n")
     (work / "raising.py").write_text("\n1 / 0\n")
+    (work / "bytes.json").write_bytes(b"\xff")
+    (work / "odd.json").write_text('{"experiment": "table1", "commands": [], "cells": [{"cell": {"kind": "odd"}}]}')
     (work / "bare.json").write_text('{"experiment": "table1", "cells": []}')
     for name, content in (("damaged", "{"), ("foreign", "[]")):
         (work / name).mkdir(exist_ok=True)
@@ -203,6 +205,8 @@ def test_reproduce_and_draw_again(work: Path) -> None:
         ("reproduce fisher --scale digits --gpus-per-cell -1", 1, "gpus_per_cell: must be at least 0; got -1.0"),
         ("reproduce table1 --scale digits --weights foreign", 1, "weights: foreign has no file NETWORK_DATA.safetensors"),
         ("reproduce --from-results bare.json", 1, "bare.json is not a file of results: there is no 'commands'"),
+        ("reproduce --from-results bytes.json", 1, "bytes.json is not a file of results"),
+        ("reproduce --from-results odd.json", 1, "odd.json is not a file of results: this is not the configuration of a run"),
         ("reproduce --from-results foreign/run.json", 1, "run.json is not a file of results: it holds a list"),
         ("evaluate --model resnet20 --data digits --weights foreign", 1, "weights: there is no file foreign"),
         ("evaluate --model own_things.network --data digits", 1, "package.module:function; got 'own_things.network'"),

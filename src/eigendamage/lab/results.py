@@ -124,7 +124,7 @@ def read_results(path: Path) -> dict[str, Any]:
             from_data(cell["cell"]), cell["versions"]["device"]
     except KeyError as error:
         raise ValueError(f"{path} is not a file of results: there is no {error}") from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a file of results: {error}") from None
     return content
 
