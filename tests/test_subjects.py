@@ -35,9 +35,9 @@ class Noting(nn.Module):
         return self.head(x)
 
 
-def loader(count: int, batch: int, shuffle: bool = False) -> DataLoader:
+def loader(count: int, batch: int, shuffle: bool = False, generator: torch.Generator | None = None) -> DataLoader:
     numbers = torch.arange(count, dtype=torch.float32)[:, None]
-    return DataLoader(TensorDataset(numbers, torch.zeros(count).long()), batch, shuffle=shuffle)
+    return DataLoader(TensorDataset(numbers, torch.zeros(count).long()), batch, shuffle=shuffle, generator=generator)
 
 
 def used(training: DataLoader, measured: int | None, examples: int) -> tuple[list[int], list[int]]:
@@ -62,6 +62,13 @@ def test_own_batches_are_judged_on_others_than_were_measured(shuffle: bool, meas
 def test_where_there_are_not_enough_they_are_judged_on_as_many_others_as_there_are(measured, examples, shared) -> None:
     statistics, judged = used(loader(16, 5), measured, examples)
     assert len(judged) == min(examples, 16) and len(set(statistics) & set(judged)) == shared
+
+
+def test_a_loader_with_a_generator_of_its_own_is_in_the_same_order_too() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    statistics, judged = used(loader(40, 8, True, generator), 12, 20)
+    assert not set(statistics) & set(judged) and torch.equal(generator.get_state(), before)
 
 
 def test_random_numbers_stay_as_they_were() -> None:

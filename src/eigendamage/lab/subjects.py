@@ -164,10 +164,19 @@ class Loaders(Subject):
     @contextmanager
     def _order(self, seed: int) -> Iterator[None]:
         """The training batches come in the same order each time, also from a loader that shuffles as torch's own do."""
+        holders = (self.training, getattr(self.training, "sampler", None))
+        found = (getattr(holder, "generator", None) for holder in holders)
+        generators = {generator: generator.get_state() for generator in found if isinstance(generator, torch.Generator)}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
+            for generator in generators:
+                generator.manual_seed(seed)
             _Moved(self).set_epoch(0)
-            yield
+            try:
+                yield
+            finally:
+                for generator, state in generators.items():
+                    generator.set_state(state)
 
     def _moved(self, batch: Any) -> tuple[Any, Any]:
         inputs, labels = pair(batch)
