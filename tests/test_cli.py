@@ -82,6 +82,7 @@ def inside(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "own_things.py").write_text(OWN)
     (work / "broken.py").write_text("def f(:\n")
     (work / "raising.py").write_text("\n1 / 0\n")
+    (work / "lacking.py").write_text("\n\nimport not_installed\n")
     (work / "bytes.json").write_bytes(b"\xff")
     (work / "odd.json").write_text('{"experiment": "table1", "commands": [], "cells": [{"cell": {"kind": "odd"}}]}')
     (work / "bare.json").write_text('{"experiment": "table1", "cells": []}')
@@ -175,6 +176,11 @@ def test_reproduce_and_draw_again(work: Path) -> None:
             "evaluate --model raising:f --data digits",
             1,
             "cannot be imported: ZeroDivisionError: division by zero (raising.py, line 2)",
+        ),
+        (
+            "evaluate --model lacking:f --data digits",
+            1,
+            "cannot be imported: ModuleNotFoundError: No module named 'not_installed' (lacking.py, line 3)",
         ),
         ("evaluate --model ..x:f --data digits", 1, "model: '..x:f' cannot be imported"),
         (

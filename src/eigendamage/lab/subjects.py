@@ -259,11 +259,14 @@ def _made(argument: str, path: str) -> Any:
 
 def _told(error: Exception) -> str:
     """An error of a user's own code in a line, with where in their file it came about."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{_where(error)}"
+
+
+def _where(error: Exception) -> str:
     ours = (__file__, importlib.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
-    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def function_named(argument: str, path: str) -> Any:
@@ -273,9 +276,9 @@ def function_named(argument: str, path: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         holder = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError, TypeError) as error:
-        raise ValueError(f"{argument}: {path!r} cannot be imported ({error}); it must be {FUNCTION}") from None
     except Exception as error:  # whatever the user's own module comes to
+        if isinstance(error, ModuleNotFoundError | ValueError | TypeError) and not _where(error):  # its name is what is wrong
+            raise ValueError(f"{argument}: {path!r} cannot be imported ({error}); it must be {FUNCTION}") from None
         raise ValueError(f"{argument}: {path!r} cannot be imported: {_told(error)}") from error
     found = getattr(holder, name, None)
     if found is None:
