@@ -108,7 +108,7 @@ def _prune(cell: Pruning, site: Site, folder: Path) -> Content:
 def _round(model: nn.Module, dense: nn.Module, cell: Pruning, site: Site, folder: Path) -> tuple[nn.Module, Content]:
     """One round: the fine-tuned model and what there is to say of it. What a folder holds already is not made again."""
     pruned, note = folder / PRUNED, folder / "pruned.json"
-    if not note.exists():
+    if not (pruned.exists() and note.exists()):
         small, chosen = smaller(model, cell, site)
         save(small, pruned)
         write_json(note, described(small, dense, cell, site, chosen))
