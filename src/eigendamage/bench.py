@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import eigendamage as ed
+from eigendamage.files import write_text
 from eigendamage.lab.networks import NETWORKS
 from eigendamage.progress import track
 from eigendamage.text import render
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "setup": asdict(setup),
         "rows": [{**asdict(row), "met": row.met} for row in rows],
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(options.out, json.dumps(content, indent=1) + "\n")
     print(render(_table(rows, setup)))
     print(", ".join(f"{key}: {value}" for key, value in machine().items()))
 

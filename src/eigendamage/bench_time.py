@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import eigendamage as ed
 from eigendamage.bench import machine
 from eigendamage.cost import called
+from eigendamage.files import write_text
 from eigendamage.lab.networks import NETWORKS
 from eigendamage.passes import evaluating
 from eigendamage.text import render
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for budget, asked, size in _asked(network, setup):
                     rows.append(row(network, model, curvature, budget, asked, size, setup))
                     content["rows"] = [{**asdict(row), "met": row.met} for row in rows]
-                    options.out.write_text(json.dumps(content, indent=1) + "\n")  # what was measured so far
+                    write_text(options.out, json.dumps(content, indent=1) + "\n")  # what was measured so far
     finally:
         torch.set_num_threads(before)
     print(render(_table(rows)))

@@ -141,27 +141,19 @@ def budgets(scale: Scale) -> list[Cell]:
     """The same budgets and the same short fine-tuning for every method, and what each part of ours is worth."""
     cells: list[Cell] = []
     for network, macs, seed in itertools.product(_budgeted(scale), SHARES, range(scale.seeds)):
-        still, *short = _still_and_short(seed, SHORT_RATES)
+        still = replace(SHORT, seed=seed, epochs=0)
+        short = [replace(SHORT, seed=seed, learning_rate=rate) for rate in SHORT_RATES]
         for method in RIVALRY:
             cells.append(_budget(scale, network, _within(macs, method), still, refit=False))
             cells += [_budget(scale, network, _within(macs, method), tuning) for tuning in short]
         cells += [
             _budget(scale, network, _within(macs), replace(tuning, distill=share)) for tuning in short for share in TEACHING
         ]
-    for network, macs in itertools.product(_budgeted(scale), SHARES):
-        for count in range(1, len(KINDS)):
-            planning = {**_within(macs), "structures": sorted(itertools.chain(*KINDS[:count]))}
-            still, short_one = _still_and_short(SHORT.seed, (SHORT.learning_rate,))
-            cells += [
-                _budget(scale, network, planning, still, refit=False),
-                _budget(scale, network, planning, short_one),
-            ]
+    for network, macs, count in itertools.product(_budgeted(scale), SHARES, range(1, len(KINDS))):
+        planning = {**_within(macs), "structures": sorted(itertools.chain(*KINDS[:count]))}
+        cells.append(_budget(scale, network, planning, replace(SHORT, epochs=0), refit=False))
+        cells.append(_budget(scale, network, planning, SHORT))
     return cells
-
-
-def _still_and_short(seed: int, rates: Sequence[float]) -> list[Training]:
-    """No fine-tuning, and the short one at each of these rates."""
-    return [replace(SHORT, seed=seed, epochs=0), *(replace(SHORT, seed=seed, learning_rate=rate) for rate in rates)]
 
 
 def refits(scale: Scale) -> list[Cell]:
@@ -169,7 +161,7 @@ def refits(scale: Scale) -> list[Cell]:
     return [
         replace(_budget(scale, network, _within(macs), tuning, refit=bool(parts)), refitted=parts or PARTS)
         for network, macs in itertools.product(_budgeted(scale), SHARES)
-        for tuning in _still_and_short(SHORT.seed, (SHORT.learning_rate,))
+        for tuning in (replace(SHORT, epochs=0), SHORT)
         for parts in ((), ("layers",), ("norms",), PARTS)
     ]
 
