@@ -159,6 +159,11 @@ def test_an_empty_loader_is_an_error(model, data) -> None:
         ed.apply(model, ed.plan(model, curvature, macs=0.5), curvature, refit=[])
 
 
+def test_compress_asks_for_a_goal_before_it_looks_at_the_data(model) -> None:
+    with pytest.raises(ValueError, match="plan needs one of ratio"):
+        ed.compress(model, [])
+
+
 @pytest.mark.parametrize(
     "arguments", [{"macs": 0.5}, {"params": 0.4}, {"method": "kron-obd", "ratio": 0.5}, {"examples": 100, "macs": 0.5}]
 )

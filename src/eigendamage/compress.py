@@ -15,7 +15,7 @@ from eigendamage.checks import require_batches, require_whole
 from eigendamage.cost import Cost, forward_macs, parameters
 from eigendamage.measuring import measure
 from eigendamage.passes import evaluating
-from eigendamage.planning import plan, statistics_for
+from eigendamage.planning import check_goal, plan, statistics_for
 from eigendamage.plans import Plan, loss_text
 from eigendamage.surgery import apply
 from eigendamage.text import render, si
@@ -68,6 +68,7 @@ def compress(
     Raises:
         ValueError: as `measure`, `plan` and `apply` do.
     """
+    check_goal(planning)
     data = _held(batches, examples)
     methods = statistics_for({"method": method, **planning})
     curvature = measure(model, data, methods=methods, forward=forward, loss=loss, task=task, progress=progress)

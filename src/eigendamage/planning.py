@@ -276,8 +276,7 @@ def plan(
     _check(rules)
     asked = {"macs": macs, "params": params, "latency": latency, "loss": loss}
     budgets = {key: value for key, value in asked.items() if value is not None}
-    if sum((ratio is not None, ranks is not None, bool(budgets))) != 1:
-        raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=, params=, latency=, loss=)")
+    check_goal({"ratio": ratio, "ranks": ranks, **budgets})
     if example_inputs is not None and latency is None:
         raise ValueError("example_inputs: are for latency=..., which is not given")
     if (multiple != 1 or structures is not None) and (method is not None or not budgets):
@@ -364,6 +363,16 @@ def statistics_for(planning: Mapping[str, Any]) -> list[str]:
     if planning.get("method") is None:
         return [BEST]
     return [planning["method"], *(["kron-obd"] if planning.get("basis") == "patch" else [])]
+
+
+def check_goal(planning: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a plan with these arguments has one goal: a ratio, ranks or budgets."""
+    given = [
+        any(planning.get(key) is not None for key in keys)
+        for keys in (("ratio",), ("ranks",), ("macs", "params", "latency", "loss"))
+    ]
+    if sum(given) != 1:
+        raise ValueError("plan needs one of ratio=..., ranks=... (for cp), or budgets (macs=, params=, latency=, loss=)")
 
 
 def check_ratio(ratio: float) -> None:

@@ -78,7 +78,7 @@ class Prepared(Subject):
         return evaluate(model, self.data.test, precision=training.precision, channels_last=training.channels_last)
 
     def judged(self, model: nn.Module, examples: int, measured: int | None, training: Training, seed: int) -> Score:
-        # From the other end of the order, and so clear of those that were measured, however many these are.
+        # From the other end of the order than those that were measured.
         images = part_of(self.data.train, examples, seed, last=True)
         return evaluate(model, images, precision=training.precision, channels_last=training.channels_last)
 
